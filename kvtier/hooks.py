@@ -1,0 +1,205 @@
+"""The hook protocol: all that an engine and a KV connector know of each other.
+
+The scheduler half decides and never touches bytes; the worker half moves bytes and decides nothing.
+They speak by the messages below only, so they may live in two processes. One engine step:
+
+    scheduler                                   worker
+    match(request, device_tokens)
+    allocated(request, block_ids, tokens)
+    plan(step) --- TransferPlan ------------->  begin(plan)
+                                                wait_layer(i), forward, for every layer
+    completed(results) <--- TransferResults ---  end()
+    finished(req_id, reason)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+from kvtier.layout import Span
+
+__all__ = [
+    "Completed",
+    "FinishReason",
+    "Load",
+    "Match",
+    "Pending",
+    "RequestView",
+    "Save",
+    "SchedulerHook",
+    "Step",
+    "StepSpan",
+    "TransferPlan",
+    "TransferResults",
+    "WorkerHook",
+]
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error", "preempt"]
+
+
+class RequestView(Protocol):
+    """What the hook may know of a request: its id and its chain keys, which only grow."""
+
+    @property
+    def id(self) -> str:
+        """Unique among all requests that this engine ever sees."""
+        ...
+
+    @property
+    def chain(self) -> Sequence[bytes]:
+        """Chain keys of the request's full blocks, prompt and output."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        ...
+
+
+class Match(NamedTuple):
+    """`tokens` beyond `device_tokens` can be loaded; every block of them is leased for this request."""
+
+    tokens: int
+    exact: bool = True
+
+
+class Pending(NamedTuple):
+    """The answer is on its way: skip this request for now and ask again."""
+
+
+class StepSpan(NamedTuple):
+    """One request's share of a step.
+
+        block_ids  [b0 b1 b2 b3 ...]                       the whole block table
+        tokens     [0 ........ start) [start ...... stop)
+                    computed before    computed by this step
+    """
+
+    request: RequestView
+    block_ids: tuple[int, ...]
+    start: int
+    stop: int
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the engine is about to run. `written`: device blocks whose content this step may change."""
+
+    index: int
+    spans: tuple[StepSpan, ...]
+    written: frozenset[int]
+
+
+class Load(NamedTuple):
+    """Copy a host span into a device block."""
+
+    span: Span
+    block_id: int
+
+
+class Save(NamedTuple):
+    """Copy a device block into staging memory."""
+
+    block_id: int
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """Serialisable. Job ids are the scheduler half's; the worker half only echoes them.
+
+    loads, saves: job id -> copies. Loads start before the step's forward, saves after it.
+    fences: save jobs that must have left the device before this step's forward may write.
+    """
+
+    loads: dict[int, tuple[Load, ...]] = field(default_factory=dict)
+    saves: dict[int, tuple[Save, ...]] = field(default_factory=dict)
+    fences: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResults:
+    """Serialisable. Jobs that ended since the last results, and of the failed ones how much was done.
+
+    failed: job id -> number of leading copies that are good.
+    seconds: job id -> time the copies took.
+    """
+
+    finished: tuple[int, ...] = ()
+    failed: dict[int, int] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """What the engine must know after `completed`.
+
+    loaded: request id -> (tokens now good on the device counted from the request's start, exact). A load that
+        failed part-way reports what is good; the engine recomputes from there.
+    failed: ids among `loaded` that got less than they were promised.
+    released: request id of finished requests whose device blocks the connector no longer holds.
+    """
+
+    loaded: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    failed: frozenset[str] = frozenset()
+    released: tuple[str, ...] = ()
+
+
+class SchedulerHook(Protocol):
+    """Scheduler side. Called from one thread; never blocks on I/O, never touches bytes, never raises for a miss.
+
+    Invariants:
+        1. Whatever `match` offers is leased for that request until it was loaded, given up or finished.
+        2. Unknown request ids are tolerated everywhere.
+        3. A failing store shows as fewer tokens, never as an exception or as wrong bytes.
+    """
+
+    def match(self, request: RequestView, device_tokens: int) -> Match | Pending:
+        """How many tokens beyond the device's own prefix hit can be loaded. Repeatable."""
+        ...
+
+    def allocated(self, request: RequestView, block_ids: Sequence[int], external_tokens: int) -> None:
+        """The request got device blocks and takes `external_tokens` of the last match (0: gives it up)."""
+        ...
+
+    def plan(self, step: Step) -> TransferPlan:
+        """Called once per step, also when it is empty: the transfers to start with it."""
+        ...
+
+    def completed(self, results: TransferResults) -> Completed:
+        """Account for what the worker reports. A saved key is visible once all its parts are written."""
+        ...
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """The engine's measured prefill speed, for the load-or-recompute decision."""
+        ...
+
+    def finished(self, request_id: str, reason: FinishReason) -> bool:
+        """The request ended, in whatever state. True: its device blocks stay until `Completed.released`."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """True while loads, saves or look-ups are under way: keep stepping, even with nothing to compute."""
+        ...
+
+
+class WorkerHook(Protocol):
+    """Worker side, one per device."""
+
+    def register_pool(self, pool: Any) -> None:
+        """The device pool's storage as a uint8 tensor [num_blocks, block_bytes]. Called once."""
+        ...
+
+    def begin(self, plan: TransferPlan) -> None:
+        """Wait for the plan's fences, then start its loads. Saves are remembered for `end`."""
+        ...
+
+    def wait_layer(self, layer: int) -> None:
+        """Return when the bytes that this step's attention of `layer` reads have arrived."""
+        ...
+
+    def end(self) -> TransferResults:
+        """After the forward: start the plan's saves, report the jobs that ended since the last call."""
+        ...

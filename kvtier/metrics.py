@@ -1,0 +1,45 @@
+"""Prometheus metrics, one set per store, the tier as a label.
+
+Every silent decision (drop, eviction, fallback, retry, damaged block) has a counter with its reason.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+__all__ = ["Metrics"]
+
+_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+
+
+class Metrics:
+    """The metrics of one store and its tiers.
+
+    Args:
+        registry: where they are registered; a fresh one by default, so that several stores can live in a process.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self.read_bytes = self._counter("read_bytes", "Bytes read and verified", "tier")
+        self.written_bytes = self._counter("written_bytes", "Bytes written and committed", "tier")
+        self.hit_blocks = self._counter("hit_blocks", "Blocks found and leased", "tier")
+        self.missed_blocks = self._counter("missed_blocks", "Blocks asked for and not found", "tier")
+        self.evicted_blocks = self._counter("evicted_blocks", "Blocks evicted", "tier", "reason")
+        self.dropped_blocks = self._counter("dropped_blocks", "Blocks that a tier did not take", "tier", "reason")
+        self.corrupt_blocks = self._counter("corrupt_blocks", "Blocks that failed their checksum", "tier")
+        self.errors = self._counter("errors", "I/O errors that degraded to a miss or a drop", "tier", "operation")
+        self.fallbacks = self._counter("fallbacks", "Slower ways taken because the fast one is missing", "tier", "what")
+        self.joined = self._counter("joined_blocks", "Puts and loads that joined one in flight", "operation")
+        self.occupied_bytes = Gauge(
+            "kvtier_occupied_bytes", "Bytes occupied, reservations included", ["tier"], registry=self.registry
+        )
+        self.capacity_bytes = Gauge("kvtier_capacity_bytes", "Capacity", ["tier"], registry=self.registry)
+        self.seconds = Histogram(
+            "kvtier_operation_seconds",
+            "Time of a batch",
+            ["tier", "operation"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"kvtier_{name}", text, labels, registry=self.registry)

@@ -1,0 +1,309 @@
+"""The Tier protocol: what host, NVMe and remote memory have in common, and the results they speak in.
+
+One record's life inside a tier:
+
+    absent --reserve--> reserved --write, commit--> ready --acquire--> leased n x
+       ^                   |                          |  ^                 |
+       +------abort--------+                          |  +----release------+
+       +-----------evict, remove, clear---------------+
+
+Batches everywhere, buffers are the caller's, and long work is submit -> `Ticket` -> poll or wait.
+A miss, a damaged block and a full tier are statuses; only a tier that fails as a whole raises.
+"""
+
+import enum
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+import xxhash
+
+from kvtier.errors import TierTimeout
+from kvtier.keys import namespace_digest
+from kvtier.layout import Span
+
+__all__ = [
+    "AddressableTier",
+    "BlockRef",
+    "Completions",
+    "Done",
+    "Exists",
+    "Full",
+    "Handle",
+    "Owner",
+    "Reservation",
+    "Status",
+    "Ticket",
+    "Tier",
+    "TierCaps",
+    "block_checksum",
+    "expired",
+]
+
+Owner: TypeAlias = str
+"""Who holds a lease: a request, a worker, a job. Everything an owner holds can be ended at once."""
+
+
+class BlockRef(NamedTuple):
+    """One part of one block, as tiers see it.
+
+    key: store key, 16 bytes. ns: `keys.namespace_index`. depth: position in its chain, 0 first.
+    parent: store key of the preceding block, None for depth 0. exact: True only if the bytes, and all
+    KV that they were computed from, are lossless. depth -1 means that the parent is unknown.
+    """
+
+    key: bytes
+    ns: int
+    depth: int
+    parent: bytes | None
+    exact: bool
+
+
+class Status(enum.Enum):
+    """Outcome of one item of a batch."""
+
+    OK = "ok"
+    MISS = "miss"
+    CORRUPT = "corrupt"  # found, failed its checksum: removed, counted, for the caller a miss
+    FULL = "full"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class TierCaps:
+    """What a tier can do, so that nobody probes with isinstance.
+
+    variable_size: takes formats whose size is known only after encoding. durable: outlives the process.
+    shared: other processes may change it. partial_read: can read a range of a block. align: buffers and
+    lengths that are multiples of this many bytes move without a copy. run: blocks per object.
+    """
+
+    variable_size: bool = False
+    durable: bool = False
+    shared: bool = False
+    partial_read: bool = False
+    align: int = 1
+    run: int = 1
+
+
+class Handle:
+    """A hold on one record: reserved (its writer's) or leased (a reader's). Made and ended by its tier.
+
+    Tiers subclass it to carry where the bytes lie. `nbytes` is the stored length, `fmt` the format id.
+    """
+
+    __slots__ = ("fmt", "nbytes", "owner", "ref")
+
+    def __init__(self, ref: BlockRef, nbytes: int, fmt: str, owner: Owner) -> None:
+        self.ref = ref
+        self.nbytes = nbytes
+        self.fmt = fmt
+        self.owner = owner
+
+
+@dataclass(frozen=True, slots=True)
+class Exists:
+    """`reserve` found the key already there, at equal or higher fidelity; `ready` False: being written."""
+
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """`reserve` could not make room, or the block's parent was refused in the same batch."""
+
+    reason: str
+
+
+Reservation: TypeAlias = Handle | Exists | Full
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Done:
+    """Result of a ticket: one status per item, and for `acquire` a handle for each leading OK."""
+
+    ticket: "Ticket"
+    statuses: tuple[Status, ...]
+    handles: tuple[Handle, ...] = ()
+
+
+class Ticket:
+    """A submitted batch. Take its result once, by `wait` or through the tier's `poll`."""
+
+    __slots__ = ("__weakref__", "_done", "_ready")
+
+    def __init__(self) -> None:
+        self._ready = threading.Event()
+        self._done: Done | None = None
+
+    @property
+    def done(self) -> Done | None:
+        """The result, or None while the work is under way. Never blocks."""
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> Done:
+        """Block until the result is there.
+
+        Raises:
+            TierTimeout: `timeout` seconds passed. The work goes on and may still complete.
+        """
+        if not self._ready.wait(timeout) or self._done is None:
+            raise TierTimeout(f"no result within {timeout} s; wait again or abort the operation")
+        return self._done
+
+    def finish(self, statuses: Sequence[Status], handles: Sequence[Handle] = ()) -> "Ticket":
+        """Called once, by the tier: publish the result and wake whoever waits."""
+        self._done = Done(self, tuple(statuses), tuple(handles))
+        self._ready.set()
+        return self
+
+
+class Completions:
+    """Hands finished tickets to `poll`, in the order of completion; a ticket that nobody kept is dropped."""
+
+    def __init__(self) -> None:
+        self._finished: deque[weakref.ref[Ticket]] = deque(maxlen=65536)
+
+    def finish(self, ticket: Ticket, statuses: Sequence[Status], handles: Sequence[Handle] = ()) -> Ticket:
+        """Complete a ticket and queue it for `poll`."""
+        ticket.finish(statuses, handles)
+        self._finished.append(weakref.ref(ticket))
+        return ticket
+
+    def poll(self) -> list[Done]:
+        """Results that became ready since the last call."""
+        ready = []
+        while self._finished:
+            ticket = self._finished.popleft()()
+            if ticket is not None and ticket.done is not None:
+                ready.append(ticket.done)
+        return ready
+
+
+class Tier(Protocol):
+    """A place that keeps blocks. Thread-safe; every verb takes a batch.
+
+    Deadlines are absolute `time.monotonic()` seconds, None for no limit: an item that is not done by then is
+    TIMEOUT. Keys of one batch that belong to one chain come in chain order, parents first.
+
+    Invariants:
+        1. No reader sees a reserved record; no slot is reused while leased or reserved.
+        2. Bytes that fail their checksum are never handed out: CORRUPT, counted, removed.
+        3. Occupied bytes never exceed the capacity, at no instant.
+        4. A block that is dropped or refused takes its descendants of the same batch with it.
+        5. Locks cover state changes only; bytes move outside them.
+    """
+
+    name: str
+    caps: TierCaps
+
+    def contains(self, keys: Sequence[bytes], deadline: float | None = None) -> Ticket:
+        """OK or MISS per key. Takes no lease and renews no recency."""
+        ...
+
+    def acquire(self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None) -> Ticket:
+        """Verify and lease the longest leading run that is ready; renews its recency.
+
+        `Done.handles` has one leased handle per leading OK; from the first other status on, all are not OK.
+        A tier whose bytes are verified on `read` verifies here that they are still indexed.
+        """
+        ...
+
+    def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
+        """Copy each leased record into its buffer (at least `nbytes` long), verifying its checksum.
+
+        A buffer whose item is not OK holds undefined bytes: never use them.
+        """
+        ...
+
+    def reserve(
+        self, refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str], owner: Owner
+    ) -> list[Reservation]:
+        """Make room for new records, evicting if needed. The record stays invisible until `commit`."""
+        ...
+
+    def write(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
+        """Copy bytes into reserved records, completely, still invisible. FULL: this medium did not take them."""
+        ...
+
+    def commit(self, handles: Sequence[Handle]) -> None:
+        """Make written records visible (and end the reservations).
+
+        Raises:
+            LeaseError: a handle was never completely written, or is no reservation any more.
+        """
+        ...
+
+    def abort(self, handles: Sequence[Handle]) -> None:
+        """Drop reservations. Idempotent."""
+        ...
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """End leases.
+
+        Raises:
+            LeaseError: a handle was released before.
+        """
+        ...
+
+    def remove(self, keys: Sequence[bytes]) -> Ticket:
+        """Drop records and what descends from them: OK, or MISS where nothing was there.
+
+        A leased record becomes invisible at once and is freed with its last lease.
+        """
+        ...
+
+    def clear(self, ns: int | None = None) -> Ticket:
+        """Remove every record of a namespace, or of all (None). One status."""
+        ...
+
+    def poll(self) -> list[Done]:
+        """Tickets that finished since the last call."""
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges: at least blocks, bytes, capacity_bytes, leases, reservations."""
+        ...
+
+    def flush(self) -> None:
+        """Make everything committed as durable as the tier can."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is under way and let go of files, memory and threads. Idempotent."""
+        ...
+
+
+class AddressableTier(Tier, Protocol):
+    """A tier whose records are memory: device copies and lower tiers read and write them in place."""
+
+    def buffer(self, handle: Handle) -> memoryview:
+        """The record's own memory: writable while reserved, read-only while leased. Padded to `caps.align`."""
+        ...
+
+    def seal(self, handles: Sequence[Handle]) -> None:
+        """The bytes were put in place through `buffer`: checksum them, as `write` would have."""
+        ...
+
+    def span(self, handle: Handle) -> Span:
+        """Where another process that mapped the regions finds the record."""
+        ...
+
+
+def block_checksum(ref: BlockRef, fmt: str, data: memoryview | bytes) -> bytes:
+    """16-byte xxh3_128 over key, namespace, format and bytes.
+
+    Bound to the key: intact bytes of another block fail it too.
+    """
+    digest = xxhash.xxh3_128(ref.key + namespace_digest(ref.ns) + fmt.encode().ljust(16, b"\0"))
+    digest.update(data)
+    return digest.digest()
+
+
+def expired(deadline: float | None) -> bool:
+    """Whether an absolute `time.monotonic()` deadline has passed."""
+    return deadline is not None and time.monotonic() >= deadline
