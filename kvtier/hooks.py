@@ -70,9 +70,9 @@ class Pending(NamedTuple):
 class StepSpan(NamedTuple):
     """One request's share of a step.
 
-        block_ids  [b0 b1 b2 b3 ...]                       the whole block table
-        tokens     [0 ........ start) [start ...... stop)
-                    computed before    computed by this step
+    block_ids  [b0 b1 b2 b3 ...]                       the whole block table
+    tokens     [0 ........ start) [start ...... stop)
+                computed before    computed by this step
     """
 
     request: RequestView

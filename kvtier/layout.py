@@ -1,9 +1,9 @@
 """Layout: what the bytes of one block mean, as data.
 
-    block  = block_size consecutive tokens
-    part   = (layer group, shard); a uniform model on one worker has one part
-    gqa    [layers, planes = 2 (K, V), kv_heads, block_size, head_dim]
-    mla    [layers, block_size, head_dim (latent) + rope_dim]
+block  = block_size consecutive tokens
+part   = (layer group, shard); a uniform model on one worker has one part
+gqa    [layers, planes = 2 (K, V), kv_heads, block_size, head_dim]
+mla    [layers, block_size, head_dim (latent) + rope_dim]
 """
 
 import enum

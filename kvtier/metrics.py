@@ -23,6 +23,7 @@ class Metrics:
         self.written_bytes = self._counter("written_bytes", "Bytes written and committed", "tier")
         self.hit_blocks = self._counter("hit_blocks", "Blocks found and leased", "tier")
         self.missed_blocks = self._counter("missed_blocks", "Blocks asked for and not found", "tier")
+        self.loaded_bytes = self._counter("loaded_bytes", "Bytes copied into device memory, by where they were", "tier")
         self.evicted_blocks = self._counter("evicted_blocks", "Blocks evicted", "tier", "reason")
         self.dropped_blocks = self._counter("dropped_blocks", "Blocks that a tier did not take", "tier", "reason")
         self.corrupt_blocks = self._counter("corrupt_blocks", "Blocks that failed their checksum", "tier")
@@ -33,6 +34,9 @@ class Metrics:
             "kvtier_occupied_bytes", "Bytes occupied, reservations included", ["tier"], registry=self.registry
         )
         self.capacity_bytes = Gauge("kvtier_capacity_bytes", "Capacity", ["tier"], registry=self.registry)
+        self.prefill_rate = Gauge(
+            "kvtier_prefill_tokens_per_second", "Latest measured prefill speed of the engine", registry=self.registry
+        )
         self.seconds = Histogram(
             "kvtier_operation_seconds",
             "Time of a batch",
@@ -40,6 +44,10 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+
+    def value(self, name: str, **labels: str) -> float:
+        """Current value of a sample, for instance `value("loaded_bytes_total", tier="nvme")`; 0 before its first."""
+        return self.registry.get_sample_value(f"kvtier_{name}", labels) or 0.0
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"kvtier_{name}", text, labels, registry=self.registry)

@@ -35,6 +35,7 @@ __all__ = [
     "Full",
     "Handle",
     "Owner",
+    "RegionShare",
     "Reservation",
     "Status",
     "Ticket",
@@ -88,6 +89,15 @@ class TierCaps:
     partial_read: bool = False
     align: int = 1
     run: int = 1
+
+
+class RegionShare(NamedTuple):
+    """What another process needs to map a memory region; `fd` stays its owner's."""
+
+    region: int
+    fd: int
+    nbytes: int
+    writable: bool
 
 
 class Handle:
@@ -239,7 +249,7 @@ class Tier(Protocol):
         ...
 
     def abort(self, handles: Sequence[Handle]) -> None:
-        """Drop reservations. Idempotent."""
+        """Drop reservations. Idempotent; a handle that was committed is none any more and is left alone."""
         ...
 
     def release(self, handles: Sequence[Handle]) -> None:
@@ -291,6 +301,10 @@ class AddressableTier(Tier, Protocol):
 
     def span(self, handle: Handle) -> Span:
         """Where another process that mapped the regions finds the record."""
+        ...
+
+    def regions(self) -> list[RegionShare]:
+        """What other processes map to read records in place; never writable."""
         ...
 
 

@@ -1,1 +1,6 @@
+"""Connector: the two hook halves over a TieredStore, for any engine's adapter."""
 
+from kvtier.connector.scheduler import TierScheduler
+from kvtier.connector.worker import TierWorker
+
+__all__ = ["TierScheduler", "TierWorker"]

@@ -1,0 +1,52 @@
+# Two commands do all the set-up: `make demo` and `make test`.
+# TORCH_INDEX=URL chooses the index that torch comes from, for instance https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH_PIN := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: demo test lint format docs clean venv dev bench
+
+demo: $(VENV)/.installed
+	$(BIN)/kvtier demo
+
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.dev
+	$(BIN)/python docs/generate.py
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/engine.py --json build/engine.json
+
+venv: $(VENV)/.installed
+
+dev: $(VENV)/.dev
+
+# torch first and on its own: another index may serve it, and nothing else may choose its build.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH_PIN)"
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

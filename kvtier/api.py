@@ -1,0 +1,251 @@
+"""The Python API: `LLM` and `AsyncLLM` join the bundled engine, its adapter and a tiered store.
+
+from kvtier import LLM, SamplingParams
+
+with LLM(tiering={"host": {"capacity": "1GiB"}, "nvme": {"path": "/var/cache/kvtier", "capacity": "20GiB"}}) as llm:
+    print(llm.generate("The capital of France is", SamplingParams(max_tokens=16)).text)
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias, overload
+
+import torch
+from kvtier_engine import Connection, connect
+
+from kvtier.config import Config, load_config
+from kvtier.engine import AsyncEngine, Engine, EngineOptions, RequestOutput, SamplingParams
+from kvtier.engine.models import LoadedModel, load_model
+from kvtier.engine.models.catalog import cache_dir, fetch_default_model
+from kvtier.errors import ConfigError, RequestError
+from kvtier.store import TieredStore, open_store
+
+__all__ = ["LLM", "AsyncLLM", "Prompt"]
+
+Prompt: TypeAlias = str | Sequence[int]
+"""Text, or token ids."""
+
+
+class _Stack:
+    """Model, engine and, where tiering is on, store and connection: built together, closed together."""
+
+    def __init__(self, store: TieredStore | None, overrides: Mapping[str, Any]) -> None:
+        if store is not None and "tiering" in overrides:
+            raise ConfigError("store and tiering both given: a store brings its own tiers; drop one of them")
+        self.config = load_config(overrides).config
+        self.model = _load(self.config)
+        self._owns_store = store is None
+        self.store = store or open_store(self.config.tiering)
+        self.connection: Connection | None = None
+        try:
+            self.engine = self._engine()
+        except BaseException:
+            self.close()
+            raise
+
+    def _engine(self) -> Engine:
+        options = EngineOptions.from_config(self.config.engine)
+        if self.store is None:
+            return Engine(self.model, options)
+        layout = self.model.model.layout(options.block_size)
+        self.connection = connect(self.store, self.model, layout, options.token_budget)
+        return Engine(self.model, options, (self.connection.scheduler, self.connection.worker))
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        return self.model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+        if self.store is not None and self._owns_store:
+            self.store.close()
+
+
+def _load(config: Config) -> LoadedModel:
+    settings = config.model
+    source = settings.path or str(fetch_default_model(cache_dir(), lambda _stage, _fraction: None))
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device = 'cuda': no CUDA device is visible; use 'cpu' or 'auto'")
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    return load_model(source, dtype, device)
+
+
+def _overrides(
+    model: str | Path | None,
+    tiering: Mapping[str, Any] | None,
+    config: Mapping[str, Any] | None,
+    engine: Mapping[str, Any],
+) -> dict[str, Any]:
+    overrides: dict[str, Any] = {section: dict(values) for section, values in (config or {}).items()}
+    if model is not None:
+        overrides.setdefault("model", {})["path"] = str(model)
+    if tiering is not None:
+        overrides["tiering"] = dict(tiering)
+    if engine:
+        overrides.setdefault("engine", {}).update(engine)
+    return overrides
+
+
+class LLM:
+    """A language model with a tiered KV cache, for use from one thread.
+
+    Args:
+        model: Hugging Face directory or GGUF file; None for the default model, fetched on first use.
+        tiering: the `tiering` section of the configuration, for instance `{"host": {"capacity": "4GiB"}}`.
+        store: a store to share instead; stays the caller's. Excludes `tiering`.
+        config: any further sections, as nested mappings.
+        engine: settings of the `engine` section, for instance `max_running=32`.
+
+    Raises:
+        ConfigError: a setting is unknown, malformed or contradicts another one.
+        ModelError: the model cannot be loaded.
+        CapacityError: a pool or tier is too small for one block.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        tiering: Mapping[str, Any] | None = None,
+        store: TieredStore | None = None,
+        config: Mapping[str, Any] | None = None,
+        **engine: Any,
+    ) -> None:
+        self._stack = _Stack(store, _overrides(model, tiering, config, engine))
+        self._engine = self._stack.engine
+        self._numbers = count(1)
+
+    @property
+    def store(self) -> TieredStore | None:
+        """The tiers, or None where tiering is off."""
+        return self._stack.store
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for stepping it by hand."""
+        return self._engine
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None) -> RequestOutput: ...
+
+    @overload
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]: ...
+
+    def generate(
+        self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> RequestOutput | list[RequestOutput]:
+        """Complete prompts, continuously batched; a single text gives a single output.
+
+        Args:
+            prompts: one text, or a list of texts and of token-id lists.
+            params: for all of them.
+
+        Raises:
+            RequestError: a prompt is empty or too long, or a parameter is out of range. Nothing was generated.
+        """
+        batch: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        outputs = self._run([self._stack.encode(prompt) for prompt in batch], params or SamplingParams())
+        return outputs[0] if isinstance(prompts, str) else outputs
+
+    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation, written with the model's own chat template."""
+        text = self._stack.model.tokenizer.apply_chat_template(messages)
+        return self._run([self._stack.encode(text)], params or SamplingParams())[0]
+
+    def _run(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        ids = [f"llm-{next(self._numbers)}" for _ in prompts]
+        try:
+            for request_id, tokens in zip(ids, prompts, strict=True):
+                self._engine.add(request_id, tokens, params)
+            finished = self._drive(set(ids))
+        except BaseException:
+            for request_id in ids:
+                self._engine.abort(request_id)
+            raise
+        return [finished[request_id] for request_id in ids]
+
+    def _drive(self, waiting: set[str]) -> dict[str, RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        # Goes on until the last blocks are on their way to the store, too.
+        while self._engine.has_work or self._engine.busy:
+            for output in self._engine.step():
+                if output.finish_reason is not None:
+                    finished[output.id] = output
+        missing = waiting - finished.keys()
+        if missing:
+            raise RequestError(
+                f"requests {sorted(missing)} ended without an output; this is a defect, please report it"
+            )
+        return finished
+
+    def loaded_bytes(self) -> dict[str, int]:
+        """Bytes loaded into the device so far, by the tier in which they were found."""
+        if self.store is None:
+            return {}
+        metrics = self.store.metrics
+        return {tier.name: int(metrics.value("loaded_bytes_total", tier=tier.name)) for tier in self.store.tiers}
+
+    def clear_device_cache(self) -> None:
+        """Forget all KV in device memory that no request uses; the tiers below keep theirs."""
+        self._engine.clear_device_cache()
+
+    def clear_tier(self, name: str | None) -> None:
+        """Remove every block from one tier, or from all (None)."""
+        if self.store is not None:
+            self.store.clear(name)
+
+    def flush(self) -> None:
+        """Wait until everything computed so far has reached the lowest tier."""
+        if self.store is not None:
+            self.store.flush()
+
+    def close(self) -> None:
+        """Let go of the model, the tiers and their threads. Idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncLLM:
+    """A language model with a tiered KV cache, for asyncio: many callers, one continuous batch.
+
+    Takes what `LLM` takes.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        tiering: Mapping[str, Any] | None = None,
+        store: TieredStore | None = None,
+        config: Mapping[str, Any] | None = None,
+        **engine: Any,
+    ) -> None:
+        self._stack = _Stack(store, _overrides(model, tiering, config, engine))
+        self._engine = AsyncEngine(self._stack.engine)
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
+        """Complete one prompt: yields an output for each new piece of text. Cancelling the consumer aborts it."""
+        return self._engine.generate(self._stack.encode(prompt), params or SamplingParams())
+
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer a conversation, as `generate` does."""
+        return self.generate(self._stack.model.tokenizer.apply_chat_template(messages), params)
+
+    def close(self) -> None:
+        """Abort what runs, end the engine's thread, close the tiers. Idempotent."""
+        self._engine.close()
+        self._stack.close()

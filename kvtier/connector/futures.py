@@ -1,0 +1,20 @@
+"""Results of the store's futures, for callers that must never see an exception."""
+
+import logging
+from concurrent.futures import Future
+from typing import TypeVar
+
+__all__ = ["settled"]
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_U = TypeVar("_U")
+
+
+def settled(future: "Future[_T]", otherwise: _U) -> "_T | _U":
+    """The result of a finished future; `otherwise`, with a logged traceback, if its work died."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    _log.error("store operation failed and counts as a miss", exc_info=error)
+    return otherwise

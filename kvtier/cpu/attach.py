@@ -1,0 +1,102 @@
+"""Regions in another process: sent over a Unix socket, mapped by span.
+
+message   uint32le count, then per region uint64le id, uint64le bytes, uint8 writable; the descriptors travel
+          beside it (SCM_RIGHTS) in the same order
+"""
+
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtier.errors import TierUnavailable
+from kvtier.layout import Span
+from kvtier.tiers import RegionShare
+
+__all__ = ["AttachedRegion", "recv_regions", "send_regions"]
+
+_COUNT = struct.Struct("<I")
+_ENTRY = struct.Struct("<QQ?")
+_MOST = 250  # the kernel passes at most 253 descriptors at once
+
+
+class AttachedRegion:
+    """A region of another process, mapped here. Views keep the mapping alive.
+
+    Args:
+        fd: the received descriptor; the caller may close it afterwards.
+        nbytes: size of the region.
+        writable: map for writing. The kernel refuses that for regions whose owner shares them for reading.
+
+    Raises:
+        TierUnavailable: the descriptor cannot be mapped like that.
+    """
+
+    def __init__(self, fd: int, nbytes: int, writable: bool) -> None:  # noqa: FBT001
+        prot = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        try:
+            actual = os.fstat(fd).st_size
+            if not 0 < nbytes <= actual:
+                raise TierUnavailable(f"region of {nbytes} bytes in a file of {actual}: the sender is confused")
+            mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, prot)
+        except OSError as error:
+            raise TierUnavailable(f"cannot map a region of {nbytes} bytes (writable={writable}): {error}") from error
+        self.nbytes = nbytes
+        self.writable = writable
+        self._array = np.frombuffer(mapping, np.uint8)
+
+    def view(self, span: Span) -> memoryview:
+        """The span's bytes: writable only in a writable region.
+
+        Raises:
+            TierUnavailable: the span lies outside the region.
+        """
+        stop = span.offset + span.nbytes
+        if not 0 <= span.offset < stop <= self.nbytes:
+            raise TierUnavailable(f"{span} lies outside its region of {self.nbytes} bytes: attach again")
+        return memoryview(self._array[span.offset : stop])
+
+
+def send_regions(sock: socket.socket, regions: Sequence[RegionShare]) -> None:
+    """Send regions over a connected Unix stream socket."""
+    if not 0 < len(regions) <= _MOST:
+        raise TierUnavailable(f"{len(regions)} regions in one message: expected 1..{_MOST}")
+    entries = b"".join(_ENTRY.pack(share.region, share.nbytes, share.writable) for share in regions)
+    message = _COUNT.pack(len(regions)) + entries
+    sent = socket.send_fds(sock, [message], [share.fd for share in regions])
+    sock.sendall(message[sent:])
+
+
+def recv_regions(sock: socket.socket) -> dict[int, AttachedRegion]:
+    """Receive what `send_regions` sent, mapped, by region id.
+
+    Raises:
+        TierUnavailable: the peer closed the socket or sent something else.
+    """
+    head, fds, _, _ = socket.recv_fds(sock, _COUNT.size, _MOST, socket.MSG_CMSG_CLOEXEC)
+    try:
+        head += _recv_exactly(sock, _COUNT.size - len(head))
+        (count,) = _COUNT.unpack(head)
+        if count != len(fds):
+            raise TierUnavailable(f"{len(fds)} descriptors for {count} regions: the peer does not send regions")
+        entries = _ENTRY.iter_unpack(_recv_exactly(sock, count * _ENTRY.size))
+        return {
+            region: AttachedRegion(fd, nbytes, writable)
+            for fd, (region, nbytes, writable) in zip(fds, entries, strict=True)
+        }
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _recv_exactly(sock: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        part = sock.recv(nbytes - len(data))
+        if not part:
+            raise TierUnavailable("the peer closed the socket while it sent its regions")
+        data += part
+    return data

@@ -1,0 +1,151 @@
+"""Memory that other processes can map: one anonymous file (memfd) per region."""
+
+import fcntl
+import logging
+import mmap
+import os
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.errors import CapacityError, TierUnavailable
+from kvtier.layout import Span
+from kvtier.tiers import RegionShare
+
+__all__ = ["PAGE", "MemoryRegion", "round_up"]
+
+PAGE = 4096
+
+_log = logging.getLogger(__name__)
+_ids = count()
+_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h, Linux >= 5.1; Python 3.11's fcntl has no name for it
+
+
+def round_up(nbytes: int, unit: int = PAGE) -> int:
+    """The smallest multiple of `unit` that holds `nbytes`."""
+    return -(-nbytes // unit) * unit
+
+
+class MemoryRegion:
+    """Zeroed shared memory of a fixed size, mapped writable here.
+
+    Pages come into being at first touch, which happens inside copies that have let go of the GIL. Views keep the
+    mapping alive after `close`.
+
+    Args:
+        nbytes: size, a multiple of 4096.
+        name: shows in /proc/<pid>/maps.
+        writable: whether other processes may write. If not, the kernel refuses every further writable mapping and
+            every write through the descriptor, in this process too.
+
+    Raises:
+        CapacityError: no size this machine can have.
+        TierUnavailable: the kernel refuses the memory.
+    """
+
+    def __init__(self, nbytes: int, *, name: str, writable: bool) -> None:
+        limit = _memory_limit()
+        if not (PAGE <= nbytes <= limit) or nbytes % PAGE:
+            raise CapacityError(
+                f"{name}: {nbytes} bytes of memory: expected a multiple of {PAGE} up to this machine's {limit}"
+            )
+        self.id = next(_ids)
+        self.nbytes = nbytes
+        self.writable = writable
+        try:
+            self._fd = os.memfd_create(f"kvtier-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._map = self._build(name)
+        except OSError as error:
+            raise TierUnavailable(f"{name}: cannot map {nbytes} bytes of shared memory: {error}") from error
+        self.array = np.frombuffer(self._map, np.uint8)
+        self.hugepages = _advise_hugepages(self._map)
+        self.pinned = _pin(self.array, name)
+        self._closed = False
+
+    def _build(self, name: str) -> mmap.mmap:
+        try:
+            os.ftruncate(self._fd, self.nbytes)
+            mapping = mmap.mmap(self._fd, self.nbytes, mmap.MAP_SHARED)
+            # A peer that could shrink the file would make every reader die of SIGBUS.
+            seals = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+            seals |= fcntl.F_SEAL_SEAL if self.writable else fcntl.F_SEAL_SEAL | _SEAL_FUTURE_WRITE
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+        except OSError:
+            os.close(self._fd)
+            raise
+        _log.debug("%s: mapped %d bytes as region %d", name, self.nbytes, self.id)
+        return mapping
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Writable view of a range of bytes."""
+        return memoryview(self.array[offset : offset + nbytes])
+
+    def span(self, offset: int, nbytes: int) -> Span:
+        """Where another process finds a range of bytes."""
+        return Span(self.id, offset, nbytes)
+
+    def share(self) -> RegionShare:
+        """What `kvtier.cpu.send_regions` sends."""
+        return RegionShare(self.id, self._fd, self.nbytes, self.writable)
+
+    def close(self) -> None:
+        """Unpin, and let go of the descriptor. Idempotent; the memory goes with its last view."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.pinned:
+            _unpin(self.array)
+            self.pinned = False
+        os.close(self._fd)
+        self.array = np.empty(0, np.uint8)
+        del self._map
+
+
+def _memory_limit() -> int:
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = Path("/sys/fs/cgroup/memory.max")
+    text = group.read_text().strip() if group.is_file() else "max"
+    return min(limit, int(text)) if text.isdigit() else limit
+
+
+def _advise_hugepages(mapping: mmap.mmap) -> bool:
+    """Ask for transparent huge pages; False where they are switched off.
+
+    Not MFD_HUGETLB: where a container's quota of such pages is smaller than its reservation, the first touch of a
+    page kills the process (SIGBUS) instead of failing the mapping.
+    """
+    switch = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    if not switch.is_file() or any(off in switch.read_text() for off in ("[never]", "[deny]")):
+        return False
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        return False
+    return True
+
+
+def _cuda_runtime() -> Any:
+    """The CUDA runtime, or None; torch is imported only where there is a driver."""
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
+        return None
+    cuda = import_module("torch").cuda
+    return cuda.cudart() if cuda.is_available() else None
+
+
+def _pin(array: NDArray[np.uint8], name: str) -> bool:
+    """Register with CUDA, so that device copies are asynchronous; False where there is no CUDA device."""
+    runtime = _cuda_runtime()
+    if runtime is None:
+        return False
+    status = int(runtime.cudaHostRegister(array.ctypes.data, array.nbytes, 0))
+    if status:
+        _log.warning("%s: cudaHostRegister of %d bytes: error %d; copies will be slower", name, array.nbytes, status)
+    return status == 0
+
+
+def _unpin(array: NDArray[np.uint8]) -> None:
+    _cuda_runtime().cudaHostUnregister(array.ctypes.data)

@@ -1,0 +1,152 @@
+"""HostSlab: size classes carved from one region, so that memory serves whatever block size comes."""
+
+from bisect import bisect_left, insort
+
+from kvtier.cpu.region import PAGE, MemoryRegion, round_up
+from kvtier.errors import CapacityError, LeaseError, TierError
+
+__all__ = ["HostSlab"]
+
+_CHUNK_BYTES = 8 << 20
+_CHUNKS = 32  # a small slab still has room for about this many chunks, so that several sizes can share it
+
+
+class _Chunk:
+    """A run of pages cut into equal slots: a stack of freed ones, and a mark above which none was used yet."""
+
+    __slots__ = ("free", "mark", "nbytes", "slot", "start", "used")
+
+    def __init__(self, start: int, nbytes: int, slot: int) -> None:
+        self.start = start
+        self.nbytes = nbytes
+        self.slot = slot
+        self.mark = start
+        self.used = 0
+        self.free: list[int] = []
+
+    def take(self) -> int:
+        self.used += 1
+        if self.free:
+            return self.free.pop()
+        self.mark += self.slot
+        return self.mark - self.slot
+
+    @property
+    def full(self) -> bool:
+        return not self.free and self.mark == self.start + self.nbytes
+
+
+class HostSlab:
+    """Allocates 4 KiB aligned slots. Not thread-safe: its tier's lock covers it.
+
+        slab   [ chunk of class 64 KiB | chunk of class 1 MiB | free run ............ | chunk ... ]
+        chunk  [ slot | slot | slot ]  all of one class, a class being a size rounded up to pages
+
+    Chunks are cut from free runs on demand; a chunk that is wholly free joins its neighbours again. A single size
+    therefore gets `nbytes // size` slots, and an empty slab is one run, whatever was in it before.
+
+    Args:
+        nbytes: rounded down to pages.
+        name: shows in errors and in /proc/<pid>/maps.
+
+    Raises:
+        CapacityError: less than one page, or more than this machine has.
+        TierUnavailable: the kernel refuses the memory.
+    """
+
+    def __init__(self, nbytes: int, *, name: str = "slab") -> None:
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < PAGE:
+            raise CapacityError(f"{name}: capacity of {nbytes!r} bytes: expected an integer of at least {PAGE}")
+        self.region = MemoryRegion(nbytes - nbytes % PAGE, name=name, writable=False)
+        self.nbytes = self.region.nbytes
+        self.used_bytes = 0
+        self._target = min(_CHUNK_BYTES, self.nbytes // _CHUNKS)
+        self._starts = [0]  # of free runs, sorted
+        self._runs = {0: self.nbytes}
+        self._open: dict[int, dict[_Chunk, None]] = {}  # class -> chunks with a free slot, oldest first
+        self._live: dict[int, _Chunk] = {}  # offset of every allocated slot -> its chunk
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Offset of a slot of at least `nbytes`, or None when neither its class nor the free runs have one."""
+        slot = round_up(nbytes)
+        chunks = self._open.setdefault(slot, {})
+        chunk = next(iter(chunks), None) or self._carve(slot)
+        if chunk is None:
+            return None
+        offset = chunk.take()
+        if chunk.full:
+            chunks.pop(chunk, None)
+        else:
+            chunks[chunk] = None
+        self._live[offset] = chunk
+        self.used_bytes += slot
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give a slot back.
+
+        Raises:
+            LeaseError: nothing is allocated there.
+        """
+        chunk = self._live.pop(offset, None)
+        if chunk is None:
+            raise LeaseError(f"slab offset {offset} is not allocated: it was freed before or never given out")
+        self.used_bytes -= chunk.slot
+        chunk.used -= 1
+        chunk.free.append(offset)
+        chunks = self._open[chunk.slot]
+        if chunk.used:
+            chunks[chunk] = None
+            return
+        chunks.pop(chunk, None)
+        self._join(chunk.start, chunk.nbytes)
+
+    def _carve(self, slot: int) -> _Chunk | None:
+        wanted = max(slot, self._target - self._target % slot)
+        start = next((start for start in self._starts if self._runs[start] >= wanted), None)
+        if start is None:
+            start = max(self._starts, key=self._runs.__getitem__, default=None)
+        if start is None or self._runs[start] < slot:
+            return None
+        length = self._runs.pop(start)
+        nbytes = min(wanted, length - length % slot)
+        self._starts.remove(start)
+        if length > nbytes:
+            self._add_run(start + nbytes, length - nbytes)
+        return _Chunk(start, nbytes, slot)
+
+    def _join(self, start: int, nbytes: int) -> None:
+        at = bisect_left(self._starts, start)
+        if at < len(self._starts) and self._starts[at] == start + nbytes:
+            nbytes += self._runs.pop(self._starts.pop(at))
+        if at and self._starts[at - 1] + self._runs[self._starts[at - 1]] == start:
+            self._runs[self._starts[at - 1]] += nbytes
+        else:
+            self._add_run(start, nbytes)
+
+    def _add_run(self, start: int, nbytes: int) -> None:
+        insort(self._starts, start)
+        self._runs[start] = nbytes
+
+    def check(self) -> None:
+        """Verify that chunks and free runs tile the slab and that the counts are right.
+
+        Raises:
+            TierError: they do not.
+        """
+        chunks = {id(chunk): chunk for chunk in self._live.values()}
+        pieces = sorted([(chunk.start, chunk.nbytes) for chunk in chunks.values()] + list(self._runs.items()))
+        end = 0
+        for start, nbytes in pieces:
+            if start != end:
+                raise TierError(f"slab: a piece at {start} follows one that ends at {end}")
+            end += nbytes
+        used = sum(chunk.slot for chunk in self._live.values())
+        live = sum(chunk.used for chunk in chunks.values())
+        open_unused = any(not chunk.used for chunks in self._open.values() for chunk in chunks)
+        if (end, used, live) != (self.nbytes, self.used_bytes, len(self._live)) or open_unused:
+            raise TierError(f"slab: {end} of {self.nbytes} bytes tiled, {used} of {self.used_bytes} bytes in use")
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        self.region.close()
