@@ -56,6 +56,11 @@ class _Stack:
     def encode(self, prompt: Prompt) -> list[int]:
         return self.model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        tokenizer = self.model.tokenizer
+        # The template writes the special tokens itself.
+        return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+
     def close(self) -> None:
         if self.connection is not None:
             self.connection.close()
@@ -154,8 +159,7 @@ class LLM:
 
     def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation, written with the model's own chat template."""
-        text = self._stack.model.tokenizer.apply_chat_template(messages)
-        return self._run([self._stack.encode(text)], params or SamplingParams())[0]
+        return self._run([self._stack.encode_chat(messages)], params or SamplingParams())[0]
 
     def _run(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[RequestOutput]:
         ids = [f"llm-{next(self._numbers)}" for _ in prompts]
@@ -243,7 +247,7 @@ class AsyncLLM:
         self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation, as `generate` does."""
-        return self.generate(self._stack.model.tokenizer.apply_chat_template(messages), params)
+        return self.generate(self._stack.encode_chat(messages), params)
 
     def close(self) -> None:
         """Abort what runs, end the engine's thread, close the tiers. Idempotent."""

@@ -144,16 +144,17 @@ class Done:
 class Ticket:
     """A submitted batch. Take its result once, by `wait` or through the tier's `poll`."""
 
-    __slots__ = ("__weakref__", "_done", "_ready")
+    __slots__ = ("__weakref__", "_ready", "_result")
 
     def __init__(self) -> None:
         self._ready = threading.Event()
-        self._done: Done | None = None
+        # Not a Done, which refers back: a dropped ticket must go at once, and its handles with it.
+        self._result: tuple[tuple[Status, ...], tuple[Handle, ...]] | None = None
 
     @property
     def done(self) -> Done | None:
         """The result, or None while the work is under way. Never blocks."""
-        return self._done
+        return None if self._result is None else Done(self, *self._result)
 
     def wait(self, timeout: float | None = None) -> Done:
         """Block until the result is there.
@@ -161,13 +162,15 @@ class Ticket:
         Raises:
             TierTimeout: `timeout` seconds passed. The work goes on and may still complete.
         """
-        if not self._ready.wait(timeout) or self._done is None:
+        self._ready.wait(timeout)
+        done = self.done
+        if done is None:
             raise TierTimeout(f"no result within {timeout} s; wait again or abort the operation")
-        return self._done
+        return done
 
     def finish(self, statuses: Sequence[Status], handles: Sequence[Handle] = ()) -> "Ticket":
         """Called once, by the tier: publish the result and wake whoever waits."""
-        self._done = Done(self, tuple(statuses), tuple(handles))
+        self._result = (tuple(statuses), tuple(handles))
         self._ready.set()
         return self
 

@@ -57,7 +57,7 @@ class AttachedRegion:
         stop = span.offset + span.nbytes
         if not 0 <= span.offset < stop <= self.nbytes:
             raise TierUnavailable(f"{span} lies outside its region of {self.nbytes} bytes: attach again")
-        return memoryview(self._array[span.offset : stop])
+        return self._array[span.offset : stop].data
 
 
 def send_regions(sock: socket.socket, regions: Sequence[RegionShare]) -> None:

@@ -82,7 +82,7 @@ class MemoryRegion:
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Writable view of a range of bytes."""
-        return memoryview(self.array[offset : offset + nbytes])
+        return self.array[offset : offset + nbytes].data
 
     def span(self, offset: int, nbytes: int) -> Span:
         """Where another process finds a range of bytes."""

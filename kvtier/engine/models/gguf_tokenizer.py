@@ -80,7 +80,9 @@ def backend_from_gguf(metadata: Mapping[str, Any], origin: str) -> Backend:
 
 def _add_bos(backend: Backend, metadata: Mapping[str, Any], tokens: list[str]) -> None:
     bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if metadata.get("tokenizer.ggml.add_bos_token") and bos is not None:
+    # Llama 3's files leave the entry out, and mean yes.
+    wanted = metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.pre") == "llama-bpe")
+    if wanted and bos is not None:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]}:0 $A:0",
             pair=f"{tokens[bos]}:0 $A:0 {tokens[bos]}:1 $B:1",

@@ -107,7 +107,10 @@ def _shards(directory: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         raise ModelError(f"{directory}: neither model.safetensors nor {index.name}: the checkpoint is incomplete")
-    names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelError(f"{index}: no weight_map: the file is damaged, download it again")
+    names = sorted({str(name) for name in weight_map.values()})
     missing = [name for name in names if not (directory / name).is_file()]
     if missing or not names:
         raise ModelError(f"{index} names {len(names)} files, missing: {', '.join(missing) or 'all'}: download them")

@@ -1,0 +1,196 @@
+"""Request: one sequence's tokens, blocks and state. States change here and nowhere else.
+
+WAITING -> LOADING -> RUNNING -> FINISHED
+   |  ^                 ^  |
+   |  +---- preempted --|--+
+   +--------------------+            ABORTED can be reached from every state but FINISHED
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+
+from kvtier.engine.outputs import RequestMetrics
+from kvtier.engine.params import SamplingParams
+from kvtier.errors import RequestError
+from kvtier.gpu.table import BlockTable
+from kvtier.keys import Chain
+
+__all__ = ["Request", "State"]
+
+
+class State(enum.Enum):
+    """Where a request is on its way. Only RUNNING ones compute; LOADING and RUNNING ones hold device blocks."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+_NEXT = {
+    State.WAITING: {State.LOADING, State.RUNNING, State.ABORTED},
+    State.LOADING: {State.RUNNING, State.ABORTED},
+    State.RUNNING: {State.WAITING, State.FINISHED, State.ABORTED},
+    State.FINISHED: set(),
+    State.ABORTED: set(),
+}
+
+
+class Request:
+    """A prompt, its params and what became of them. Implements `kvtier.hooks.RequestView`.
+
+    tokens     [0 .......... num_computed) [num_computed ...... num_tokens)
+                KV is in the block table    to be computed; 1 of them: a decode
+    blocks     [0 .... published)           named in the device's prefix index
+
+    Invariants:
+        1. 0 <= published * block_size <= num_computed <= num_tokens, and num_computed < num_tokens while alive.
+        2. `chain` names every full block of `tokens`, computed or not.
+        3. `exact` is true if and only if all KV in the table was computed from exact KV.
+        4. The table is there exactly while LOADING or RUNNING.
+
+    Args:
+        request_id: unique among all requests that the engine ever sees.
+        prompt: at least one token id.
+        params: how to sample and when to stop.
+        block_size: tokens per block.
+        limit: tokens of prompt and output together at which the output ends, for lack of context.
+        extras: block index -> `keys.encode_extra(...)` of what the block holds besides tokens.
+    """
+
+    __slots__ = (
+        "_block_size",
+        "_chain",
+        "_chained",
+        "exact",
+        "id",
+        "max_tokens",
+        "metrics",
+        "num_computed",
+        "order",
+        "params",
+        "prompt_len",
+        "published",
+        "state",
+        "table",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        block_size: int,
+        limit: int,
+        extras: Mapping[int, bytes] | None = None,
+    ) -> None:
+        self.id = request_id
+        self.params = params
+        self.tokens = list(prompt)
+        self.prompt_len = len(prompt)
+        wanted = limit if params.max_tokens is None else self.prompt_len + params.max_tokens
+        self.max_tokens = min(wanted, limit)
+        self.order = 0
+        self.state = State.WAITING
+        self.table: BlockTable | None = None
+        self.metrics = RequestMetrics()
+        self._block_size = block_size
+        self._chain = Chain(block_size, extras)
+        self._chain.extend(self.tokens)
+        self._chained = self.prompt_len
+        self._forget_progress()
+
+    def _forget_progress(self) -> None:
+        self.num_computed = 0
+        self.published = 0
+        self.exact = True
+
+    @property
+    def chain(self) -> Sequence[bytes]:
+        """Chain keys of the full blocks of `tokens`."""
+        return self._chain.keys
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.tokens)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is still to be computed before the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def reusable_blocks(self) -> int:
+        """Leading blocks that a cache may provide: at least the last token is always computed, for its logits."""
+        return (len(self.tokens) - 1) // self._block_size
+
+    @property
+    def blocks(self) -> BlockTable:
+        """The block table of a request that holds one.
+
+        Raises:
+            RequestError: it is neither LOADING nor RUNNING.
+        """
+        if self.table is None:
+            raise RequestError(f"request {self.id!r} is {self.state.value} and holds no blocks")
+        return self.table
+
+    def append(self, token: int) -> None:
+        """One more output token."""
+        self.tokens.append(token)
+        if len(self.tokens) % self._block_size == 0:
+            self._chain.extend(self.tokens[self._chained :])
+            self._chained = len(self.tokens)
+
+    def start_loading(self, table: BlockTable, device_tokens: int) -> None:
+        """WAITING -> LOADING: the table's first `device_tokens` tokens are a prefix hit, the next ones on their way."""
+        self._move(State.LOADING)
+        self._take(table, device_tokens)
+
+    def start_running(self, table: BlockTable, device_tokens: int) -> None:
+        """WAITING -> RUNNING: the table's first `device_tokens` tokens are a prefix hit."""
+        self._move(State.RUNNING)
+        self._take(table, device_tokens)
+
+    def _take(self, table: BlockTable, device_tokens: int) -> None:
+        self.table = table
+        self.num_computed = device_tokens
+        self.published = device_tokens // self._block_size
+
+    def finish_loading(self, good_tokens: int, *, exact: bool) -> None:
+        """LOADING -> RUNNING: KV of the first `good_tokens` tokens is there, the rest is to be computed."""
+        self._move(State.RUNNING)
+        self.exact = self.exact and (exact or good_tokens == self.num_computed)
+        self.num_computed = good_tokens
+
+    def preempt(self) -> BlockTable:
+        """RUNNING -> WAITING: gives up its blocks, to start over; returns them."""
+        self._move(State.WAITING)
+        self._forget_progress()
+        return self._give_table()
+
+    def end(self, state: State) -> BlockTable | None:
+        """Any -> FINISHED or ABORTED: gives up its blocks, if it holds any; returns them."""
+        self._move(state)
+        return None if self.table is None else self._give_table()
+
+    def _give_table(self) -> BlockTable:
+        table, self.table = self.blocks, None
+        return table
+
+    def _move(self, state: State) -> None:
+        if state not in _NEXT[self.state]:
+            raise RequestError(
+                f"request {self.id!r} cannot go from {self.state.value} to {state.value}; "
+                f"only to {sorted(following.value for following in _NEXT[self.state])}"
+            )
+        self.state = state

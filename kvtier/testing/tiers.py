@@ -1,0 +1,473 @@
+"""TierSuite: what every `Tier` must do."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvtier.metrics import Metrics
+from kvtier.testing.blocks import chain_refs, content, load, put, raises_lease_error, run_length
+from kvtier.tiers import BlockRef, Exists, Full, Handle, Reservation, Status, Ticket, Tier
+
+__all__ = ["TierSuite"]
+
+_WAIT = 30.0
+
+
+class TierSuite:
+    """Subclass it in a module that pytest collects, and say how to make and how to damage the tier.
+
+    Attributes:
+        block_bytes, capacity_blocks: blocks of this size, of which the tier under test must hold exactly so many.
+        eviction_slack: blocks that the tier may evict beyond what it needs (it evicts in batches).
+        eager_closure: descendants of a dropped block are gone at once, not only unreachable.
+    """
+
+    block_bytes = 16384
+    capacity_blocks = 16
+    eviction_slack = 0
+    eager_closure = True
+
+    def make_tier(self, capacity_bytes: int, metrics: Metrics) -> Tier:
+        """A new, empty tier that takes nothing beyond `capacity_bytes` and counts in `metrics`."""
+        raise NotImplementedError
+
+    def corrupt(self, tier: Tier, key: bytes) -> None:
+        """Flip a bit of the stored bytes of a ready record behind the tier's back."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _tier(self, metrics: Metrics | None = None) -> Iterator[Tier]:
+        tier = self.make_tier(self.capacity_blocks * self.block_bytes, metrics or Metrics())
+        try:
+            yield tier
+        finally:
+            tier.close()
+
+    def _put(self, tier: Tier, refs: Sequence[BlockRef]) -> list[Reservation]:
+        return put(tier, refs, self.block_bytes)
+
+    def _reserve(self, tier: Tier, refs: Sequence[BlockRef], owner: str = "writer") -> list[Reservation]:
+        return tier.reserve(refs, [self.block_bytes] * len(refs), ["raw"] * len(refs), owner)
+
+    def _reserved(self, tier: Tier, refs: Sequence[BlockRef]) -> list[Handle]:
+        results = self._reserve(tier, refs)
+        handles = [result for result in results if isinstance(result, Handle)]
+        assert len(handles) == len(refs), results
+        return handles
+
+    def _write(self, tier: Tier, handles: Sequence[Handle]) -> None:
+        items = [(handle, content(handle.ref, self.block_bytes)) for handle in handles]
+        assert tier.write(items).wait(_WAIT).statuses == (Status.OK,) * len(items)
+
+    def _assert_loads(self, tier: Tier, refs: Sequence[BlockRef]) -> None:
+        for ref, (status, data) in zip(refs, load(tier, [ref.key for ref in refs]), strict=True):
+            assert status is Status.OK
+            assert data == content(ref, self.block_bytes)
+
+    def _assert_idle(self, tier: Tier) -> None:
+        stats = tier.stats()
+        assert (stats["leases"], stats["reservations"]) == (0, 0)
+        assert stats["bytes"] <= stats["capacity_bytes"] <= self.capacity_blocks * self.block_bytes
+
+    # ---- one block's life
+
+    def test_round_trip(self) -> None:
+        refs = chain_refs(5)
+        with self._tier() as tier:
+            assert all(isinstance(result, Handle) for result in self._put(tier, refs))
+            self._assert_loads(tier, refs)
+            assert tier.stats()["blocks"] == 5
+            tier.flush()
+            self._assert_loads(tier, refs)
+            self._assert_idle(tier)
+
+    def test_odd_sizes_round_trip(self) -> None:
+        refs = chain_refs(4)
+        sizes = [1, 4095, 4097, self.block_bytes - 1]
+        with self._tier() as tier:
+            for ref, nbytes in zip(refs, sizes, strict=True):
+                put(tier, [ref], nbytes)
+            found = load(tier, [ref.key for ref in refs])
+            assert [data for _, data in found] == [
+                bytes(content(ref, nbytes)) for ref, nbytes in zip(refs, sizes, strict=True)
+            ]
+
+    def test_empty_batches(self) -> None:
+        with self._tier() as tier:
+            assert tier.contains([]).wait(_WAIT).statuses == ()
+            assert tier.acquire([], "o").wait(_WAIT).statuses == ()
+            assert tier.read([]).wait(_WAIT).statuses == ()
+            assert tier.write([]).wait(_WAIT).statuses == ()
+            assert tier.remove([]).wait(_WAIT).statuses == ()
+            assert tier.reserve([], [], [], "o") == []
+            tier.commit([])
+            tier.abort([])
+            tier.release([])
+
+    def test_invisible_until_commit(self) -> None:
+        refs = chain_refs(2)
+        keys = [ref.key for ref in refs]
+        with self._tier() as tier:
+            handles = self._reserved(tier, refs)
+            assert load(tier, keys)[0][0] is Status.MISS
+            self._write(tier, handles)
+            assert run_length(tier, refs) == 0
+            assert load(tier, keys)[0][0] is Status.MISS
+            tier.commit(handles)
+            self._assert_loads(tier, refs)
+            self._assert_idle(tier)
+
+    def test_first_writer_wins(self) -> None:
+        refs = chain_refs(2)
+        with self._tier() as tier:
+            handles = self._reserved(tier, refs)
+            assert self._reserve(tier, refs, "late") == [Exists(ready=False)] * 2
+            self._write(tier, handles)
+            tier.commit(handles)
+            assert self._reserve(tier, refs, "late") == [Exists(ready=True)] * 2
+            self._assert_loads(tier, refs)
+            self._assert_idle(tier)
+
+    def test_exact_replaces_lossy_but_not_the_other_way_round(self) -> None:
+        lossy, exact = chain_refs(1, exact=False), chain_refs(1)
+        with self._tier() as tier:
+            self._put(tier, lossy)
+            assert self._reserve(tier, lossy) == [Exists(ready=True)]
+            old = tier.acquire([lossy[0].key], "reader").wait(_WAIT).handles
+            assert not old[0].ref.exact
+            assert isinstance(self._put(tier, exact)[0], Handle)
+            assert self._read(tier, old) == [content(lossy[0], self.block_bytes)]
+            tier.release(old)
+            self._assert_loads(tier, exact)
+            assert self._reserve(tier, lossy) == [Exists(ready=True)]
+            assert tier.stats()["blocks"] == 1
+            self._assert_idle(tier)
+
+    def _read(self, tier: Tier, handles: Sequence[Handle]) -> list[memoryview]:
+        buffers = [memoryview(bytearray(handle.nbytes)) for handle in handles]
+        done = tier.read(list(zip(handles, buffers, strict=True))).wait(_WAIT)
+        assert done.statuses == (Status.OK,) * len(handles)
+        return buffers
+
+    # ---- looking up
+
+    def test_acquire_takes_the_longest_leading_run(self) -> None:
+        refs = chain_refs(6)
+        keys = [ref.key for ref in refs]
+        with self._tier() as tier:
+            self._put(tier, refs[:3])
+            done = tier.acquire(keys, "reader").wait(_WAIT)
+            assert [handle.ref for handle in done.handles] == refs[:3]
+            assert done.statuses[:3] == (Status.OK,) * 3
+            assert Status.OK not in done.statuses[3:]
+            assert len(done.statuses) == 6
+            assert tier.stats()["leases"] == 3
+            tier.release(done.handles)
+            assert tier.acquire(keys[4:], "reader").wait(_WAIT).handles == ()
+            self._assert_idle(tier)
+
+    def test_namespaces_with_equal_tokens_are_independent(self) -> None:
+        one, two = chain_refs(4, salt="one"), chain_refs(4, salt="two")
+        with self._tier() as tier:
+            self._put(tier, one)
+            assert run_length(tier, two) == 0
+            self._put(tier, two)
+            self._assert_loads(tier, one)
+            self._assert_loads(tier, two)
+            assert tier.clear(one[0].ns).wait(_WAIT).statuses == (Status.OK,)
+            assert run_length(tier, one) == 0
+            self._assert_loads(tier, two)
+
+    def test_past_deadline_is_timeout_without_side_effects(self) -> None:
+        refs = chain_refs(3)
+        keys = [ref.key for ref in refs]
+        past = time.monotonic() - 1
+        late = (Status.TIMEOUT,) * 3
+        with self._tier() as tier:
+            handles = self._reserved(tier, refs)
+            items = [(handle, content(handle.ref, self.block_bytes)) for handle in handles]
+            assert tier.write(items, past).wait(_WAIT).statuses == late
+            assert raises_lease_error(tier.commit, handles)
+            self._write(tier, handles)
+            tier.commit(handles)
+            assert tier.contains(keys, past).wait(_WAIT).statuses == late
+            done = tier.acquire(keys, "reader", past).wait(_WAIT)
+            assert (done.statuses, done.handles) == (late, ())
+            leased = tier.acquire(keys, "reader").wait(_WAIT).handles
+            out = [(handle, memoryview(bytearray(handle.nbytes))) for handle in leased]
+            assert tier.read(out, past).wait(_WAIT).statuses == late
+            tier.release(leased)
+            self._assert_loads(tier, refs)
+            self._assert_idle(tier)
+
+    def test_poll_delivers_each_ticket_once(self) -> None:
+        refs = chain_refs(2)
+        keys = [ref.key for ref in refs]
+        with self._tier() as tier:
+            self._put(tier, refs)
+            tier.poll()
+            tickets = [tier.contains(keys), tier.acquire(keys, "reader")]
+            seen: list[Ticket] = []
+            end = time.monotonic() + _WAIT
+            while len(seen) < 2 and time.monotonic() < end:
+                seen += [done.ticket for done in tier.poll()]
+            assert sorted(map(id, seen)) == sorted(map(id, tickets))
+            assert tier.poll() == []
+            tier.release(tickets[1].wait(_WAIT).handles)
+
+    # ---- holds
+
+    def test_double_release_is_an_error(self) -> None:
+        refs = chain_refs(2)
+        with self._tier() as tier:
+            self._put(tier, refs)
+            handles = tier.acquire([ref.key for ref in refs], "reader").wait(_WAIT).handles
+            assert raises_lease_error(tier.release, [handles[0], handles[0]])
+            assert tier.stats()["leases"] == 2
+            tier.release(handles)
+            assert raises_lease_error(tier.release, handles[:1])
+            self._assert_idle(tier)
+
+    def test_commit_needs_a_live_and_written_reservation(self) -> None:
+        refs = chain_refs(3)
+        with self._tier() as tier:
+            written, unwritten, aborted = self._reserved(tier, refs)
+            self._write(tier, [written, aborted])
+            assert raises_lease_error(tier.commit, [written, unwritten])
+            assert run_length(tier, refs) == 0
+            tier.abort([aborted])
+            assert raises_lease_error(tier.commit, [aborted])
+            tier.commit([written])
+            assert raises_lease_error(tier.commit, [written])
+            assert raises_lease_error(tier.release, [unwritten])
+            tier.abort([unwritten])
+            self._assert_loads(tier, refs[:1])
+            self._assert_idle(tier)
+
+    def test_abort_is_idempotent_and_leaves_committed_blocks_alone(self) -> None:
+        refs = chain_refs(3)
+        with self._tier() as tier:
+            kept = self._reserved(tier, refs[:1])
+            self._write(tier, kept)
+            tier.commit(kept)
+            dropped = self._reserved(tier, refs[1:])
+            tier.abort([*dropped, *kept])
+            tier.abort(dropped)
+            assert run_length(tier, refs) == 1
+            self._assert_idle(tier)
+            self._put(tier, refs)
+            self._assert_loads(tier, refs)
+
+    def test_lease_protects_from_eviction(self) -> None:
+        half = self.capacity_blocks // 2
+        kept = chain_refs(half, seed=1)
+        with self._tier() as tier:
+            self._put(tier, kept)
+            leased = tier.acquire([ref.key for ref in kept], "reader").wait(_WAIT).handles
+            for seed in range(2, 6):
+                self._put(tier, chain_refs(half, seed=seed))
+            assert self._read(tier, leased) == [content(ref, self.block_bytes) for ref in kept]
+            assert run_length(tier, kept) == half
+            tier.release(leased)
+            for seed in range(6, 9):
+                self._put(tier, chain_refs(half, seed=seed))
+            assert run_length(tier, kept) == 0
+            self._assert_idle(tier)
+
+    def test_remove_while_leased(self) -> None:
+        refs = chain_refs(2)
+        keys = [ref.key for ref in refs]
+        with self._tier() as tier:
+            self._put(tier, refs)
+            leased = tier.acquire(keys, "reader").wait(_WAIT).handles
+            assert tier.remove(keys).wait(_WAIT).statuses == (Status.OK, Status.OK)
+            assert run_length(tier, refs) == 0
+            self._put(tier, refs)
+            self._put(tier, chain_refs(self.capacity_blocks, seed=9))
+            assert self._read(tier, leased) == [content(ref, self.block_bytes) for ref in refs]
+            tier.release(leased)
+            tier.clear().wait(_WAIT)
+            assert tier.stats()["bytes"] == 0
+            self._assert_idle(tier)
+
+    # ---- removal
+
+    def test_remove_takes_descendants(self) -> None:
+        refs = chain_refs(5)
+        keys = [ref.key for ref in refs]
+        with self._tier() as tier:
+            self._put(tier, refs)
+            assert tier.remove(keys[2:3]).wait(_WAIT).statuses == (Status.OK,)
+            assert [status for status, _ in load(tier, keys)] == [Status.OK] * 2 + [Status.MISS] * 3
+            if self.eager_closure:
+                assert tier.stats()["blocks"] == 2
+            assert tier.remove(keys[2:3]).wait(_WAIT).statuses == (Status.MISS,)
+            self._put(tier, refs)
+            self._assert_loads(tier, refs)
+
+    def test_damaged_block_is_corrupt_once_and_then_a_miss(self) -> None:
+        refs = chain_refs(4)
+        keys = [ref.key for ref in refs]
+        metrics = Metrics()
+        with self._tier(metrics) as tier:
+            self._put(tier, refs)
+            tier.flush()
+            self.corrupt(tier, keys[2])
+            first = [status for status, _ in load(tier, keys)]
+            assert first[:3] == [Status.OK, Status.OK, Status.CORRUPT]
+            again = [status for status, _ in load(tier, keys)]
+            assert again == [Status.OK, Status.OK, Status.MISS, Status.MISS]
+            labels = {"tier": tier.name}
+            assert metrics.registry.get_sample_value("kvtier_corrupt_blocks_total", labels) == 1
+            self._put(tier, refs)
+            self._assert_loads(tier, refs)
+            self._assert_idle(tier)
+
+    # ---- capacity and eviction
+
+    def test_hard_capacity_and_reuse_at_full_occupancy(self) -> None:
+        count = self.capacity_blocks
+        with self._tier() as tier:
+            for seed in range(4):
+                refs = chain_refs(count, seed=seed)
+                assert all(isinstance(result, Handle) for result in self._put(tier, refs))
+                stats = tier.stats()
+                assert stats["blocks"] <= count
+                assert stats["bytes"] <= stats["capacity_bytes"] <= count * self.block_bytes
+                self._assert_loads(tier, refs)
+            leased = tier.acquire([ref.key for ref in refs], "reader").wait(_WAIT).handles
+            refused = self._reserve(tier, chain_refs(3, seed=9))
+            assert all(isinstance(result, Full) for result in refused)
+            assert isinstance(refused[2], Full)
+            assert refused[2].reason == "parent_refused"
+            tier.release(leased)
+            self._assert_idle(tier)
+
+    def test_oversized_block_is_full_takes_descendants_and_evicts_nothing(self) -> None:
+        refs = chain_refs(3)
+        others = chain_refs(self.capacity_blocks - 1, seed=5)
+        huge = self.capacity_blocks * self.block_bytes + 1
+        with self._tier() as tier:
+            self._put(tier, others)
+            small = self.block_bytes
+            first, *rest = tier.reserve(refs, [small, huge, small], ["raw"] * 3, "writer")
+            assert isinstance(first, Handle)
+            assert all(isinstance(result, Full) for result in rest)
+            tier.abort([first])
+            assert run_length(tier, others) == len(others)
+            self._assert_idle(tier)
+
+    def test_oldest_chain_leaves_first_from_its_tail(self) -> None:
+        half = self.capacity_blocks // 2
+        old, new = chain_refs(half, seed=1), chain_refs(half, seed=2)
+        quarter = half // 2
+        with self._tier() as tier:
+            self._put(tier, old)
+            self._put(tier, new)
+            self._put(tier, chain_refs(quarter, seed=3))
+            left = run_length(tier, old)
+            assert half - quarter - self.eviction_slack <= left <= half - quarter
+            self._assert_tail_is_gone(tier, old, left)
+            assert run_length(tier, new) == half
+            self._assert_loads(tier, old[:left])
+
+    def _assert_tail_is_gone(self, tier: Tier, refs: Sequence[BlockRef], left: int) -> None:
+        tail = tier.contains([ref.key for ref in refs[left:]]).wait(_WAIT).statuses
+        assert Status.OK not in tail
+
+    def test_acquire_renews_recency_and_contains_does_not(self) -> None:
+        half = self.capacity_blocks // 2
+        used, asked = chain_refs(half, seed=1), chain_refs(half, seed=2)
+        with self._tier() as tier:
+            self._put(tier, used)
+            self._put(tier, asked)
+            self._assert_loads(tier, used)
+            for _ in range(20):
+                assert run_length(tier, asked) == half
+            self._put(tier, chain_refs(half, seed=3))
+            assert run_length(tier, asked) == 0
+            assert run_length(tier, used) >= half - self.eviction_slack
+
+    def test_no_child_outlives_its_parent(self) -> None:
+        dice = random.Random(8)  # noqa: S311
+        chains = [chain_refs(self.capacity_blocks // 2, seed=seed) for seed in range(6)]
+        with self._tier() as tier:
+            for _ in range(60):
+                refs = dice.choice(chains)
+                stop = dice.randint(1, len(refs))
+                if dice.random() < 0.5:
+                    self._put(tier, refs[:stop])
+                else:
+                    start = dice.randrange(stop)
+                    load(tier, [ref.key for ref in refs[start:stop]])
+                for chain in chains:
+                    left = run_length(tier, chain)
+                    if self.eager_closure:
+                        self._assert_tail_is_gone(tier, chain, left)
+            for chain in chains:
+                self._assert_loads(tier, chain[: run_length(tier, chain)])
+
+    # ---- the whole
+
+    def test_accounting_does_not_drift(self) -> None:
+        dice = random.Random(4)  # noqa: S311
+        chains = [chain_refs(self.capacity_blocks // 2, seed=seed) for seed in range(8)]
+        with self._tier() as tier:
+            for _ in range(150):
+                refs = dice.choice(chains)
+                part = refs[: dice.randint(1, len(refs))]
+                event = dice.choice(["put", "put", "load", "remove", "abort"])
+                if event == "put":
+                    self._put(tier, part)
+                elif event == "load":
+                    load(tier, [ref.key for ref in part])
+                elif event == "remove":
+                    tier.remove([part[-1].key]).wait(_WAIT)
+                else:
+                    tier.abort([got for got in self._reserve(tier, part) if isinstance(got, Handle)])
+                self._assert_idle(tier)
+            tier.clear().wait(_WAIT)
+            stats = tier.stats()
+            assert (stats["blocks"], stats["bytes"]) == (0, 0)
+
+    def test_eight_threads_never_see_wrong_bytes(self) -> None:
+        chains = [chain_refs(self.capacity_blocks // 2, seed=seed) for seed in range(6)]
+        wrong: list[BlockRef] = []
+        errors: list[BaseException] = []
+
+        def work(tier: Tier, number: int) -> None:
+            dice = random.Random(number)  # noqa: S311
+            try:
+                for _ in range(25):
+                    refs = dice.choice(chains)[: dice.randint(1, self.capacity_blocks // 2)]
+                    if dice.random() < 0.1:
+                        tier.remove([refs[-1].key]).wait(_WAIT)
+                    put(tier, refs, self.block_bytes, f"writer-{number}")
+                    found = load(tier, [ref.key for ref in refs], f"reader-{number}")
+                    for ref, (status, data) in zip(refs, found, strict=True):
+                        if status is Status.OK and data != content(ref, self.block_bytes):
+                            wrong.append(ref)
+            except BaseException as error:  # noqa: BLE001  a thread's top level
+                errors.append(error)
+
+        metrics = Metrics()
+        with self._tier(metrics) as tier:
+            threads = [threading.Thread(target=work, args=(tier, number)) for number in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert errors == []
+            assert wrong == []
+            assert not metrics.registry.get_sample_value("kvtier_corrupt_blocks_total", {"tier": tier.name})
+            self._assert_idle(tier)
+            tier.clear().wait(_WAIT)
+            assert tier.stats()["bytes"] == 0
+
+    def test_close_is_idempotent(self) -> None:
+        with self._tier() as tier:
+            self._put(tier, chain_refs(2))
+            tier.close()
+            tier.close()

@@ -1,0 +1,32 @@
+"""Fixtures of the whole test-suite, and the environment it runs in."""
+
+import os
+
+# Before torch is imported: one thread (two test runs on two cores slow each other down at OpenMP's barriers),
+# and Triton's interpreter, whose flag is read when a kernel is decorated.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.engine.models.catalog import cache_dir, fetch_default_model
+from kvtier.errors import ModelError
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """Directory of SmolLM2-135M-Instruct, fetched into the user's cache; skips where it cannot be had.
+
+    With KVTIER_REQUIRE_MODEL=1 its absence is a failure.
+    """
+    try:
+        return fetch_default_model(cache_dir(), lambda stage, fraction: None)
+    except ModelError as error:
+        if os.environ.get("KVTIER_REQUIRE_MODEL") == "1":
+            raise
+        pytest.skip(f"the default model cannot be had: {error}")

@@ -1,0 +1,199 @@
+"""The host tier against a dict: any order of verbs, two sizes of block, tiny capacity."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from kvtier.cpu import HostTier
+from kvtier.testing.blocks import chain_refs, content
+from kvtier.tiers import BlockRef, Exists, Full, Handle, Status
+
+CHAINS = [chain_refs(6, seed=seed, salt=salt, exact=True) for seed in range(2) for salt in ("a", "b")]
+PAGES = 14
+
+chains = st.sampled_from(CHAINS)
+owners = st.sampled_from(["x", "y"])
+ranges = st.tuples(st.integers(0, 5), st.integers(1, 6)).map(lambda cut: slice(cut[0], cut[0] + cut[1]))
+
+
+def nbytes(ref: BlockRef) -> int:
+    return 12288 if ref.depth == 1 else 3000
+
+
+class HostTierMachine(RuleBasedStateMachine):
+    reservations = Bundle("reservations")
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tier = HostTier(PAGES * 4096)
+        self.ready: dict[bytes, bool] = {}  # key -> exact
+        self.parent: dict[bytes, bytes | None] = {}  # only of ready keys, only ready parents
+        self.held: dict[Handle, str] = {}  # live handle -> "reserved" | "written" | "leased"
+        self.outlived: set[Handle] = set()  # leases whose record was removed or replaced since
+
+    # ---- the model
+
+    def pending(self, key: bytes) -> list[bool]:
+        return [h.ref.exact for h, state in self.held.items() if state != "leased" and h.ref.key == key]
+
+    def drop(self, key: bytes) -> None:
+        for child in [child for child, parent in self.parent.items() if parent == key]:
+            self.drop(child)
+        self.ready.pop(key, None)
+        self.parent.pop(key, None)
+
+    def sync_evictions(self) -> None:
+        """Whatever the tier evicted was free to go, and left no child behind."""
+        keys = list(self.ready)
+        statuses = self.tier.contains(keys).wait().statuses
+        gone = {key for key, status in zip(keys, statuses, strict=True) if status is Status.MISS}
+        for key in gone:
+            assert not any(
+                state == "leased" and h.ref.key == key and h not in self.outlived for h, state in self.held.items()
+            ), "a leased block was evicted"
+        for child, parent in self.parent.items():
+            assert child in gone or parent not in gone, "a child outlived its parent"
+        for key in gone:
+            self.ready.pop(key)
+            self.parent.pop(key)
+
+    # ---- writers
+
+    @rule(target=reservations, refs=chains, cut=ranges, exact=st.booleans(), owner=owners)
+    def reserve(self, refs: list[BlockRef], cut: slice, exact: bool, owner: str):
+        wanted = [ref._replace(exact=exact) for ref in refs[cut]]
+        before = {ref.key: (self.ready.get(ref.key), self.pending(ref.key)) for ref in wanted}
+        results = self.tier.reserve(wanted, [nbytes(ref) for ref in wanted], ["raw"] * len(wanted), owner)
+        refused: set[bytes] = set()
+        for ref, result in zip(wanted, results, strict=True):
+            present, pending = before[ref.key]
+            if isinstance(result, Exists) and result.ready:
+                assert present is not None
+                assert present >= exact
+            elif isinstance(result, Exists):
+                assert any(there >= exact for there in pending)
+            else:
+                # A present block may have been evicted for an earlier one of the batch, never ignored.
+                assert not any(there >= exact for there in pending)
+            if ref.parent in refused:
+                assert isinstance(result, Exists) or result == Full("parent_refused")
+                refused.add(ref.key)
+            if isinstance(result, Full):
+                refused.add(ref.key)
+            if isinstance(result, Handle):
+                self.held[result] = "reserved"
+        self.sync_evictions()
+        return multiple(*(result for result in results if isinstance(result, Handle)))
+
+    @rule(handle=reservations)
+    def write(self, handle: Handle) -> None:
+        if self.held.get(handle) in ("reserved", "written"):
+            done = self.tier.write([(handle, content(handle.ref, handle.nbytes))]).wait()
+            assert done.statuses == (Status.OK,)
+            self.held[handle] = "written"
+
+    @rule(handle=reservations)
+    def fill_in_place(self, handle: Handle) -> None:
+        if self.held.get(handle) in ("reserved", "written"):
+            self.tier.buffer(handle)[: handle.nbytes] = content(handle.ref, handle.nbytes)
+            self.tier.seal([handle])
+            self.held[handle] = "written"
+
+    @rule(handle=consumes(reservations))
+    def commit(self, handle: Handle) -> None:
+        if self.held.get(handle) != "written":
+            return
+        self.tier.commit([handle])
+        del self.held[handle]
+        key = handle.ref.key
+        if key not in self.ready:
+            self.parent[key] = handle.ref.parent if handle.ref.parent in self.ready else None
+            self.ready[key] = handle.ref.exact
+        elif handle.ref.exact and not self.ready[key]:
+            self.ready[key] = True
+            self.outlived.update(h for h, state in self.held.items() if state == "leased" and h.ref.key == key)
+
+    @rule(handle=reservations)
+    def abort(self, handle: Handle) -> None:
+        self.tier.abort([handle])
+        if self.held.get(handle) in ("reserved", "written"):
+            del self.held[handle]
+
+    # ---- readers
+
+    @rule(target=leases, refs=chains, cut=ranges, owner=owners)
+    def acquire(self, refs: list[BlockRef], cut: slice, owner: str):
+        keys = [ref.key for ref in refs[cut]]
+        done = self.tier.acquire(keys, owner).wait()
+        run = next((at for at, key in enumerate(keys) if key not in self.ready), len(keys))
+        assert done.statuses == (Status.OK,) * run + (Status.MISS,) * (len(keys) - run)
+        assert [h.ref.exact for h in done.handles] == [self.ready[key] for key in keys[:run]]
+        self.held.update(dict.fromkeys(done.handles, "leased"))
+        return multiple(*done.handles)
+
+    @rule(handle=leases)
+    def read(self, handle: Handle) -> None:
+        if handle in self.held:
+            out = memoryview(bytearray(handle.nbytes))
+            assert self.tier.read([(handle, out)]).wait().statuses == (Status.OK,)
+            assert out == content(handle.ref, handle.nbytes)
+            assert self.tier.buffer(handle)[: handle.nbytes] == out
+
+    @rule(handle=consumes(leases))
+    def release(self, handle: Handle) -> None:
+        if self.held.pop(handle, None):
+            self.tier.release([handle])
+
+    @rule(owner=owners)
+    def release_owner(self, owner: str) -> None:
+        self.tier.release_owner(owner)
+        for handle in [handle for handle in self.held if handle.owner == owner]:
+            del self.held[handle]
+
+    # ---- removal
+
+    @rule(refs=chains, cut=ranges)
+    def remove(self, refs: list[BlockRef], cut: slice) -> None:
+        keys = [ref.key for ref in refs[cut]]
+        expected = tuple(Status.OK if key in self.ready else Status.MISS for key in keys)
+        assert self.tier.remove(keys).wait().statuses == expected
+        for key in keys:
+            self.drop(key)
+        self.forget_leases_of_gone()
+
+    @rule(refs=chains)
+    def clear(self, refs: list[BlockRef]) -> None:
+        self.tier.clear(refs[0].ns).wait()
+        for chain in CHAINS:
+            for ref in chain:
+                if ref.ns == refs[0].ns:
+                    self.drop(ref.key)
+        self.forget_leases_of_gone()
+
+    def forget_leases_of_gone(self) -> None:
+        self.outlived.update(h for h, state in self.held.items() if state == "leased" and h.ref.key not in self.ready)
+
+    # ---- always
+
+    @invariant()
+    def sound(self) -> None:
+        self.tier.check()
+        stats = self.tier.stats()
+        states = list(self.held.values())
+        assert stats["blocks"] == len(self.ready)
+        assert stats["leases"] == states.count("leased")
+        assert stats["reservations"] == len(states) - states.count("leased")
+        assert stats["bytes"] <= stats["capacity_bytes"] == PAGES * 4096
+
+    def teardown(self) -> None:
+        for owner in ("x", "y"):
+            self.tier.release_owner(owner)
+        self.tier.clear().wait()
+        assert self.tier.stats()["bytes"] == 0
+        self.tier.check()
+        self.tier.close()
+
+
+TestHostTierMachine = HostTierMachine.TestCase
+TestHostTierMachine.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

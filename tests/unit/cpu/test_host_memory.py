@@ -1,0 +1,209 @@
+"""What only the host tier promises: memory in place, sizes side by side, owners, errors before changes."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from kvtier.cpu import HostTier
+from kvtier.errors import CapacityError, FormatMismatch, LeaseError, TierUnavailable
+from kvtier.metrics import Metrics
+from kvtier.testing.blocks import chain_refs, content, load, put, run_length
+from kvtier.tiers import Exists, Full, Handle, Status
+
+SIZE = 8192
+
+
+def reserve(tier: HostTier, refs, owner: str = "writer") -> list[Handle]:
+    results = tier.reserve(refs, [SIZE] * len(refs), ["raw"] * len(refs), owner)
+    return [result for result in results if isinstance(result, Handle)]
+
+
+def test_records_are_filled_and_read_in_place() -> None:
+    refs = chain_refs(3)
+    tier = HostTier(SIZE * 4)
+    handles = tier.reserve(refs, [5000] * 3, ["raw"] * 3, "writer")
+    assert all(isinstance(handle, Handle) for handle in handles)
+    for handle in handles:
+        view = tier.buffer(handle)
+        assert view.nbytes == 8192
+        view[:] = b"\xff" * 8192
+        view[:5000] = content(handle.ref, 5000)
+    with pytest.raises(LeaseError, match="never completely written"):
+        tier.commit(handles)
+    tier.seal(handles)
+    tier.commit(handles)
+    leased = tier.acquire([ref.key for ref in refs], "reader").wait().handles
+    for handle in leased:
+        view = tier.buffer(handle)
+        assert view.readonly
+        assert view[:5000] == content(handle.ref, 5000)
+        assert bytes(view[5000:]) == bytes(3192), "padding shows what was there before"
+        span = tier.span(handle)
+        assert (span.region, span.nbytes) == (tier.regions()[0].region, 5000)
+    tier.release(leased)
+
+
+def test_a_reserved_child_keeps_its_parent() -> None:
+    parent = chain_refs(1, seed=1)
+    chain = chain_refs(2, seed=1)
+    tier = HostTier(SIZE * 4)
+    put(tier, parent, SIZE)
+    child = reserve(tier, chain[1:])
+    for seed in range(2, 8):
+        put(tier, chain_refs(2, seed=seed), SIZE)
+    assert run_length(tier, parent) == 1
+    tier.write([(child[0], content(child[0].ref, SIZE))])
+    tier.commit(child)
+    assert [status for status, _ in load(tier, [ref.key for ref in chain])] == [Status.OK, Status.OK]
+    for seed in range(2, 8):
+        put(tier, chain_refs(2, seed=seed), SIZE)
+    assert run_length(tier, parent) == 0
+
+
+def test_other_block_sizes_push_each_other_out() -> None:
+    tier = HostTier(1 << 20)
+    put(tier, chain_refs(256, seed=1), 4096)
+    assert isinstance(put(tier, chain_refs(1, seed=2), 1 << 20)[0], Handle)
+    assert tier.stats()["blocks"] == 1
+    assert isinstance(put(tier, chain_refs(1, seed=3), 4096)[0], Handle)
+    assert tier.stats()["bytes"] == 4096
+    tier.check()
+
+
+def test_release_owner_ends_everything_of_one_owner() -> None:
+    tier = HostTier(SIZE * 8)
+    put(tier, chain_refs(2), SIZE)
+    keys = [ref.key for ref in chain_refs(2)]
+    gone = tier.acquire(keys, "gone").wait().handles
+    kept = tier.acquire(keys, "kept").wait().handles
+    reserve(tier, chain_refs(3, seed=4), "gone")
+    tier.release_owner("gone")
+    tier.release_owner("gone")
+    assert (tier.stats()["leases"], tier.stats()["reservations"]) == (2, 0)
+    with pytest.raises(LeaseError):
+        tier.release(gone)
+    tier.release(kept)
+    tier.check()
+
+
+def test_exact_may_be_written_while_lossy_is_in_flight() -> None:
+    lossy, exact = chain_refs(1, exact=False), chain_refs(1)
+    tier = HostTier(SIZE * 4)
+    slow = reserve(tier, lossy)
+    put(tier, exact, SIZE)
+    tier.write([(slow[0], content(lossy[0], SIZE))])
+    tier.commit(slow)
+    assert load(tier, [exact[0].key]) == [(Status.OK, bytes(content(exact[0], SIZE)))]
+    assert tier.stats()["bytes"] == SIZE
+    tier.check()
+
+
+def test_replacing_a_parent_keeps_its_children() -> None:
+    tier = HostTier(SIZE * 8)
+    lossy = chain_refs(3, exact=False)
+    put(tier, lossy, SIZE)
+    leased = tier.acquire([lossy[0].key], "reader").wait().handles
+    put(tier, chain_refs(1), SIZE)
+    assert run_length(tier, lossy) == 3
+    tier.check()
+    assert tier.remove([lossy[0].key]).wait().statuses == (Status.OK,)
+    assert tier.stats()["blocks"] == 0
+    tier.release(leased)
+    assert tier.stats()["bytes"] == 0
+
+
+def test_abort_during_a_write_does_not_free_the_memory_under_it() -> None:
+    tier = HostTier(1 << 26)
+    refs = chain_refs(1)
+    handles = [h for h in tier.reserve(refs, [1 << 26], ["raw"], "w") if isinstance(h, Handle)]
+    data = memoryview(np.random.default_rng(1).bytes(1 << 26))
+    other = chain_refs(1, seed=3)
+    writer = threading.Thread(target=lambda: tier.write([(handles[0], data)]))
+    writer.start()
+    while writer.is_alive():
+        tier.abort(handles)
+        put(tier, other, 1 << 26)
+    writer.join()
+    put(tier, other, 1 << 26)
+    assert load(tier, [other[0].key])[0] == (Status.OK, bytes(content(other[0], 1 << 26)))
+    tier.check()
+    assert tier.stats()["reservations"] == 0
+
+
+def test_bad_input_is_refused_before_anything_changes() -> None:
+    tier = HostTier(SIZE * 4)
+    refs = chain_refs(2)
+    with pytest.raises(FormatMismatch, match="as many of each"):
+        tier.reserve(refs, [SIZE], ["raw"], "w")
+    for size, fmt in ((0, "raw"), (-1, "raw"), (SIZE, ""), (SIZE, "x" * 17), (SIZE, "é")):
+        with pytest.raises(FormatMismatch, match="expected at least 1 byte"):
+            tier.reserve(refs, [SIZE, size], ["raw", fmt], "w")
+    with pytest.raises(FormatMismatch, match="key of 2 bytes"):
+        tier.reserve([refs[0]._replace(key=b"ab")], [SIZE], ["raw"], "w")
+    handles = reserve(tier, refs)
+    with pytest.raises(FormatMismatch, match="at least 8192 bytes"):
+        tier.write([(handles[0], content(refs[0], SIZE)), (handles[1], memoryview(bytes(SIZE - 1)))])
+    with pytest.raises(LeaseError, match="never completely written"):
+        tier.commit(handles[:1])
+    tier.write([(handle, content(handle.ref, SIZE)) for handle in handles])
+    tier.commit(handles)
+    leased = tier.acquire([ref.key for ref in refs], "r").wait().handles
+    with pytest.raises(FormatMismatch, match="writable"):
+        tier.read([(leased[0], memoryview(bytes(SIZE)))])
+    with pytest.raises(LeaseError, match="no live reservation"):
+        tier.write([(leased[0], content(refs[0], SIZE))])
+    with pytest.raises(LeaseError, match="no live hold"):
+        HostTier(SIZE).span(leased[0])
+    tier.release(leased)
+    assert tier.stats()["reservations"] == 0
+
+
+def test_closed_tier_says_so_and_views_survive() -> None:
+    tier = HostTier(SIZE * 4)
+    refs = chain_refs(1)
+    put(tier, refs, SIZE)
+    leased = tier.acquire([refs[0].key], "reader").wait().handles
+    view = tier.buffer(leased[0])
+    tier.close()
+    assert view == content(refs[0], SIZE)
+    tier.release(leased)
+    tier.abort(leased)
+    for call in (lambda: tier.contains([b""]), lambda: reserve(tier, refs), tier.clear):
+        with pytest.raises(TierUnavailable, match="closed"):
+            call()
+    assert (tier.stats()["blocks"], tier.stats()["bytes"], tier.stats()["leases"]) == (0, 0, 0)
+
+
+def test_capacity_is_checked() -> None:
+    with pytest.raises(CapacityError, match="host: capacity of 100 bytes: expected"):
+        HostTier(100)
+
+
+def test_metrics_tell_what_happened() -> None:
+    metrics = Metrics()
+    tier = HostTier(SIZE * 4, metrics=metrics, name="ram")
+    put(tier, chain_refs(4), SIZE)
+    put(tier, chain_refs(3, seed=1), SIZE)
+    load(tier, [ref.key for ref in chain_refs(4, seed=1)])
+    assert isinstance(tier.reserve(chain_refs(1, seed=2), [SIZE * 5], ["raw"], "w")[0], Full)
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"kvtier_{name}", {"tier": "ram", **labels})
+
+    assert value("written_bytes_total") == 7 * SIZE
+    assert value("evicted_blocks_total", reason="capacity") == 3
+    assert value("hit_blocks_total") == 3
+    assert value("missed_blocks_total") == 1
+    assert value("read_bytes_total") == 3 * SIZE
+    assert value("dropped_blocks_total", reason="oversized") == 1
+    assert value("occupied_bytes") == 4 * SIZE
+    assert value("capacity_bytes") == 4 * SIZE
+
+
+def test_duplicate_in_one_batch_is_in_flight() -> None:
+    tier = HostTier(SIZE * 4)
+    refs = chain_refs(1)
+    first, second = tier.reserve(refs * 2, [SIZE] * 2, ["raw"] * 2, "w")
+    assert isinstance(first, Handle)
+    assert second == Exists(ready=False)
