@@ -24,7 +24,7 @@ from kvtier.store import TieredStore, open_store
 
 __all__ = ["LLM", "AsyncLLM", "Prompt"]
 
-Prompt: TypeAlias = str | Sequence[int]
+Prompt: TypeAlias = str | list[int]
 """Text, or token ids."""
 
 
@@ -54,7 +54,7 @@ class _Stack:
         return Engine(self.model, options, (self.connection.scheduler, self.connection.worker))
 
     def encode(self, prompt: Prompt) -> list[int]:
-        return self.model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         tokenizer = self.model.tokenizer
@@ -135,14 +135,19 @@ class LLM:
         """The engine, for stepping it by hand."""
         return self._engine
 
+    @property
+    def model(self) -> LoadedModel:
+        """Weights, configuration and tokenizer."""
+        return self._stack.model
+
     @overload
     def generate(self, prompts: str, params: SamplingParams | None = None) -> RequestOutput: ...
 
     @overload
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]: ...
+    def generate(self, prompts: list[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]: ...
 
     def generate(
-        self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None
+        self, prompts: str | list[Prompt], params: SamplingParams | None = None
     ) -> RequestOutput | list[RequestOutput]:
         """Complete prompts, continuously batched; a single text gives a single output.
 
@@ -153,7 +158,7 @@ class LLM:
         Raises:
             RequestError: a prompt is empty or too long, or a parameter is out of range. Nothing was generated.
         """
-        batch: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        batch = [prompts] if isinstance(prompts, str) else prompts
         outputs = self._run([self._stack.encode(prompt) for prompt in batch], params or SamplingParams())
         return outputs[0] if isinstance(prompts, str) else outputs
 

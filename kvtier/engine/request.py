@@ -54,6 +54,7 @@ class Request:
         request_id: unique among all requests that the engine ever sees.
         prompt: at least one token id.
         params: how to sample and when to stop.
+        seed: of the request's random draws.
         block_size: tokens per block.
         limit: tokens of prompt and output together at which the output ends, for lack of context.
         extras: block index -> `keys.encode_extra(...)` of what the block holds besides tokens.
@@ -72,6 +73,7 @@ class Request:
         "params",
         "prompt_len",
         "published",
+        "seed",
         "state",
         "table",
         "tokens",
@@ -82,6 +84,7 @@ class Request:
         request_id: str,
         prompt: Sequence[int],
         params: SamplingParams,
+        seed: int,
         *,
         block_size: int,
         limit: int,
@@ -89,6 +92,7 @@ class Request:
     ) -> None:
         self.id = request_id
         self.params = params
+        self.seed = seed
         self.tokens = list(prompt)
         self.prompt_len = len(prompt)
         wanted = limit if params.max_tokens is None else self.prompt_len + params.max_tokens
@@ -144,8 +148,17 @@ class Request:
             raise RequestError(f"request {self.id!r} is {self.state.value} and holds no blocks")
         return self.table
 
-    def append(self, token: int) -> None:
-        """One more output token."""
+    def advance(self, stop: int) -> None:
+        """KV of the tokens up to `stop` was computed."""
+        self.metrics.computed_tokens += max(0, min(stop, self.prompt_len) - self.num_computed)
+        self.num_computed = stop
+
+    def append(self, token: int, now: float) -> None:
+        """One more output token, sampled at `now`."""
+        metrics = self.metrics
+        metrics.first_token = now if metrics.first_token is None else metrics.first_token
+        metrics.latest_token = now
+        metrics.output_tokens += 1
         self.tokens.append(token)
         if len(self.tokens) % self._block_size == 0:
             self._chain.extend(self.tokens[self._chained :])

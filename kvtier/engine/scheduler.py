@@ -12,14 +12,16 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from operator import attrgetter
+from typing import NamedTuple
 
 from kvtier.engine.plan import Draft, StepPlan
 from kvtier.engine.request import Request, State
-from kvtier.errors import KVTierError, RequestError
+from kvtier.errors import RequestError
 from kvtier.gpu.pool import BlockPool
 from kvtier.gpu.table import BlockTable
-from kvtier.hooks import FinishReason, Match, Pending, SchedulerHook, TransferPlan, TransferResults
+from kvtier.hooks import FinishReason, Pending, SchedulerHook, TransferPlan, TransferResults
 
 __all__ = ["Counters", "Scheduler"]
 
@@ -54,6 +56,14 @@ class Counters:
     slots_used: int = 0
 
 
+class _Loading(NamedTuple):
+    """A request whose tokens up to `stop` are on their way, and since when."""
+
+    request: Request
+    stop: int
+    since: float
+
+
 class _Admission(enum.Enum):
     ADMITTED = enum.auto()
     SKIPPED = enum.auto()
@@ -66,8 +76,8 @@ class Scheduler:
     Invariants:
         1. A step computes at most `token_budget` tokens, for at most `max_running` requests.
         2. A block that a step or a load may write has one holder and no name.
-        3. The oldest request always makes progress: only a younger one is preempted for it, and nobody who waits
-           is admitted before it once it was preempted.
+        3. The oldest request always makes progress: only younger ones are preempted for it, and nobody else is
+           admitted while it waits for room.
 
     Args:
         pool: the device's blocks.
@@ -91,14 +101,15 @@ class Scheduler:
         self._token_budget = token_budget
         self._hook = hook
         self._clock = clock
-        self._arrivals = 0
+        self._arrivals = count()
+        self._steps = count()
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []  # both in order of arrival
         self._running: list[Request] = []
         self._loading: dict[str, _Loading] = {}
         self._held: dict[str, deque[BlockTable]] = {}  # of ended requests, by the hook
         self._results = TransferResults()
-        self._stalled: tuple[Request, int] | None = None  # a request that did not fit into this many free blocks
+        self._stalled: tuple[Request, int] | None = None  # who did not fit into how many spare blocks
 
     # ---- requests
 
@@ -140,8 +151,7 @@ class Scheduler:
                 f"request {request.id!r} may grow to {request.max_tokens} tokens, the device pool holds {capacity}: "
                 f"shorten it, or give the engine more blocks"
             )
-        request.order = self._arrivals
-        self._arrivals += 1
+        request.order = next(self._arrivals)
         request.metrics.arrival = self._clock()
         self._requests[request.id] = request
         self._waiting.append(request)
@@ -178,7 +188,7 @@ class Scheduler:
         self._plan_running(draft)
         if not draft.withdrawn:
             self._admit_waiting(draft)
-        step = draft.step(self.counters.steps, self._pool.block_size)
+        step = draft.step(next(self._steps), self._pool.block_size)
         return draft.seal(step, TransferPlan() if self._hook is None else self._hook.plan(step))
 
     def _absorb_transfers(self) -> None:
@@ -265,21 +275,89 @@ class Scheduler:
         return len(self._running) + len(self._loading)
 
     def _admit(self, request: Request, draft: Draft) -> _Admission:
-        free = self._pool.free_blocks
-        if self._num_active and self._stalled is not None and self._stalled[0] is request and free <= self._stalled[1]:
+        # One block of head-room for each request that is active already, or this one would be preempted right away.
+        spare = self._pool.free_blocks - self._num_active
+        if self._stalled is not None and self._stalled[0] is request and spare <= self._stalled[1]:
             return _Admission.BLOCKED
         table = BlockTable(self._pool, self._pool.match(request.chain[: request.reusable_blocks]))
         device_tokens = table.capacity_tokens
-        offer = self._offer(request, device_tokens)
-        if offer is None:
+        external = self._offered(request, device_tokens)
+        fits = table.missing(request.num_tokens, device_tokens) + self._num_active <= self._pool.free_blocks
+        if external is None or not fits or (external == 0 and draft.budget == 0):
             table.release()
-            return _Admission.SKIPPED
-        start = device_tokens + offer
-        # One block of head-room for each request that runs already, or this one would be preempted right away.
-        needed = table.missing(request.num_tokens, device_tokens) + self._num_active
-        if (offer == 0 and draft.budget == 0) or (needed > self._pool.free_blocks and self._num_active):
-            table.release()
-            self._stalled = (request, free) if draft.budget else None
+            if external is None:
+                return _Admission.SKIPPED
+            self._stalled = None if fits else (request, spare)
             return _Admission.BLOCKED
-        self._stalled = None
-        return self._start(request, table, device_tokens, start, draft)
+        request.metrics.cached_tokens += device_tokens
+        self.counters.device_hits += device_tokens
+        if external:
+            self._start_load(request, table, device_tokens + external, draft)
+        else:
+            request.start_running(table, device_tokens)
+            insort(self._running, request, key=_by_arrival)
+            stop = min(request.num_tokens, device_tokens + draft.budget)
+            draft.compute(request, stop, table.extend(stop, device_tokens))
+        if self._hook is not None:
+            self._hook.allocated(request, table.ids, external)
+        return _Admission.ADMITTED
+
+    def _offered(self, request: Request, device_tokens: int) -> int | None:
+        """Tokens beyond the device's own that can be loaded, in whole blocks; None if that is not known yet."""
+        if self._hook is None:
+            return 0
+        offer = self._hook.match(request, device_tokens)
+        if isinstance(offer, Pending):
+            return None
+        size = self._pool.block_size
+        return min(offer.tokens // size * size, request.reusable_blocks * size - device_tokens)
+
+    def _start_load(self, request: Request, table: BlockTable, stop: int, draft: Draft) -> None:
+        device_tokens = table.capacity_tokens
+        table.extend(stop, device_tokens)
+        draft.receive(table.ids[device_tokens // self._pool.block_size :])
+        request.start_loading(table, device_tokens)
+        self._loading[request.id] = _Loading(request, stop, self._clock())
+
+    # ---- after the step
+
+    def update(self, plan: StepPlan, tokens: Sequence[int], results: TransferResults) -> None:
+        """The step was run.
+
+        Args:
+            plan: of the last `schedule`.
+            tokens: one sampled token for each of `plan.samples`.
+            results: what the worker hook reported at its end.
+        """
+        self._results = results
+        now = self._clock()
+        self.counters.steps += bool(plan.requests)
+        for request, span in zip(plan.requests, plan.step.spans, strict=True):
+            request.advance(span.stop)
+            self.counters.computed += span.stop - span.start
+            self._publish(request)
+        self._count_slots()
+        for at, token in zip(plan.samples, tokens, strict=True):
+            plan.requests[at].append(token, now)
+
+    def fail(self, plan: StepPlan, results: TransferResults) -> None:
+        """The step could not be run: its requests end, all others go on with the next step."""
+        self._results = results
+        for request in plan.requests:
+            self.end(request.id, "error")
+
+    def _publish(self, request: Request) -> None:
+        ids, chain = request.blocks.ids, request.chain
+        full = request.num_computed // self._pool.block_size
+        for at in range(request.published, full):
+            self._pool.publish(ids[at], chain[at], request.exact)
+        request.published = full
+
+    def _count_slots(self) -> None:
+        size, counters = self._pool.block_size, self.counters
+        tokens = [(request, request.num_computed) for request in self._running]
+        tokens += [(loading.request, loading.stop) for loading in self._loading.values()]
+        for request, used in tokens:
+            counters.slots_held += request.blocks.capacity_tokens
+            counters.slots_reached += -(-used // size) * size
+            counters.slots_used += used

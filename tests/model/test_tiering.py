@@ -52,7 +52,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def block_bytes(llm: LLM) -> int:
-    return llm.engine.model.model.layout(16).block_bytes()
+    return llm.model.model.layout(16).block_bytes()
 
 
 def test_found_in_device_host_and_nvme(llm: LLM, prompts: list[str], reference: list[list[int]]) -> None:
@@ -141,7 +141,7 @@ def test_flipped_bytes_on_nvme_cost_a_recompute(llm: LLM, prompts: list[str], re
 
 
 def test_every_length_around_a_block_edge(llm: LLM) -> None:
-    ids = llm.engine.model.tokenizer.encode(TEXT[200:1200])
+    ids = llm.model.tokenizer.encode(TEXT[200:1200])
     for length in (1, 15, 16, 17, 31, 32, 33, 48, 49):
         cold = llm.generate([ids[:length]], GREEDY)[0]
         llm.clear_device_cache()

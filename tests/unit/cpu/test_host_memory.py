@@ -1,15 +1,16 @@
 """What only the host tier promises: memory in place, sizes side by side, owners, errors before changes."""
 
-import threading
+import time
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 
 from kvtier.cpu import HostTier
 from kvtier.errors import CapacityError, FormatMismatch, LeaseError, TierUnavailable
 from kvtier.metrics import Metrics
+from kvtier.policies import LruPolicy
 from kvtier.testing.blocks import chain_refs, content, load, put, run_length
-from kvtier.tiers import Exists, Full, Handle, Status
+from kvtier.tiers import Exists, Full, Handle, Status, block_checksum
 
 SIZE = 8192
 
@@ -113,22 +114,116 @@ def test_replacing_a_parent_keeps_its_children() -> None:
     assert tier.stats()["bytes"] == 0
 
 
-def test_abort_during_a_write_does_not_free_the_memory_under_it() -> None:
-    tier = HostTier(1 << 26)
-    refs = chain_refs(1)
-    handles = [h for h in tier.reserve(refs, [1 << 26], ["raw"], "w") if isinstance(h, Handle)]
-    data = memoryview(np.random.default_rng(1).bytes(1 << 26))
-    other = chain_refs(1, seed=3)
-    writer = threading.Thread(target=lambda: tier.write([(handles[0], data)]))
-    writer.start()
-    while writer.is_alive():
-        tier.abort(handles)
-        put(tier, other, 1 << 26)
-    writer.join()
-    put(tier, other, 1 << 26)
-    assert load(tier, [other[0].key])[0] == (Status.OK, bytes(content(other[0], 1 << 26)))
+def test_a_child_in_the_middle_of_a_batch_keeps_its_parent() -> None:
+    tier = HostTier(SIZE * 4)
+    oldest, parent, *newer = (chain_refs(1, seed=seed) for seed in range(1, 5))
+    for refs in (oldest, parent, *newer):
+        put(tier, refs, SIZE)
+    child = chain_refs(2, seed=2)[1:]
+    put(tier, [*chain_refs(1, seed=9), *child], SIZE)
+    assert [run_length(tier, refs) for refs in (oldest, parent, child, *newer)] == [0, 1, 1, 0, 1]
+
+
+def test_an_old_lease_does_not_pin_the_version_that_replaced_it() -> None:
+    tier = HostTier(SIZE * 4)
+    put(tier, chain_refs(1, exact=False), SIZE)
+    old = tier.acquire([chain_refs(1)[0].key], "reader").wait().handles
+    put(tier, chain_refs(1), SIZE)
+    put(tier, chain_refs(3, seed=2), SIZE)
+    assert run_length(tier, chain_refs(1)) == 0
+    assert tier.buffer(old[0]) == content(old[0].ref, SIZE)
+    tier.release(old)
+    assert tier.stats()["bytes"] == 3 * SIZE
     tier.check()
-    assert tier.stats()["reservations"] == 0
+
+
+class RecordingPolicy(LruPolicy):
+    """LRU that remembers what it heard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[str, list[int]]] = []
+
+    def insert(self, slots: Sequence[int], parents: Sequence[int | None]) -> None:
+        self.heard.append(("insert", list(slots)))
+        super().insert(slots, parents)
+
+    def hit(self, slots: Sequence[int]) -> None:
+        self.heard.append(("hit", list(slots)))
+        super().hit(slots)
+
+
+def test_the_policy_hears_of_batches_deepest_first() -> None:
+    policy = RecordingPolicy()
+    tier = HostTier(SIZE * 4, policy=policy)
+    refs = chain_refs(3)
+    put(tier, refs, SIZE)
+    load(tier, [ref.key for ref in refs])
+    assert policy.heard == [("insert", [2, 1, 0]), ("hit", [2, 1, 0])]
+
+
+def hook_checksum(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    """Run `call` once, in the middle of the next operation that moves bytes."""
+    waiting = [call]
+
+    def checksum(*args) -> bytes:
+        while waiting:
+            waiting.pop()()
+        return block_checksum(*args)
+
+    monkeypatch.setattr("kvtier.cpu.tier.block_checksum", checksum)
+
+
+def test_abort_during_a_write_does_not_free_the_memory_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = HostTier(SIZE)
+    handles = reserve(tier, chain_refs(1))
+    seen: list[object] = []
+
+    def interfere() -> None:
+        tier.abort(handles)
+        seen.extend(tier.reserve(chain_refs(1, seed=2), [SIZE], ["raw"], "other"))
+
+    hook_checksum(monkeypatch, interfere)
+    tier.write([(handles[0], content(handles[0].ref, SIZE))])
+    assert seen == [Full("no_space")]
+    assert tier.stats()["bytes"] == 0
+    put(tier, chain_refs(1, seed=2), SIZE)
+    assert run_length(tier, chain_refs(1, seed=2)) == 1
+    tier.check()
+
+
+def test_release_during_a_read_does_not_free_the_memory_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = HostTier(SIZE)
+    refs = chain_refs(1)
+    put(tier, refs, SIZE)
+    leased = tier.acquire([refs[0].key], "reader").wait().handles
+    seen: list[object] = []
+
+    def interfere() -> None:
+        tier.remove([refs[0].key])
+        tier.release_owner("reader")
+        seen.extend(tier.reserve(chain_refs(1, seed=2), [SIZE], ["raw"], "other"))
+
+    hook_checksum(monkeypatch, interfere)
+    out = memoryview(bytearray(SIZE))
+    assert tier.read([(leased[0], out)]).wait().statuses == (Status.OK,)
+    assert out == content(refs[0], SIZE)
+    assert seen == [Full("no_space")]
+    assert tier.stats()["bytes"] == 0
+    tier.check()
+
+
+def test_deadline_in_the_middle_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = HostTier(SIZE * 4)
+    refs = chain_refs(3)
+    keys = [ref.key for ref in refs]
+    put(tier, refs, SIZE)
+    deadline = time.monotonic() + 3600
+    hook_checksum(monkeypatch, lambda: monkeypatch.setattr("kvtier.cpu.tier.expired", lambda _: True))
+    done = tier.acquire(keys, "reader", deadline).wait()
+    assert done.statuses == (Status.OK, Status.TIMEOUT, Status.TIMEOUT)
+    assert tier.stats()["leases"] == 1
+    tier.release(done.handles)
 
 
 def test_bad_input_is_refused_before_anything_changes() -> None:

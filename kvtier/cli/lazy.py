@@ -1,0 +1,51 @@
+"""Sub-commands whose modules are imported when they run: `kvtier --help` must not import torch."""
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+__all__ = ["COMMANDS", "Entry", "LazyGroup"]
+
+
+class Entry(NamedTuple):
+    """Where a command lives (`module:attribute`, a function or a Typer app) and its line in `kvtier --help`."""
+
+    target: str
+    summary: str
+
+
+COMMANDS = {
+    "demo": Entry("kvtier.cli.demo:demo", "One prompt prefix, computed once and found again in every tier."),
+    "model": Entry("kvtier.cli.models:app", "Fetch and find the default model."),
+    "config": Entry("kvtier.cli.settings:config", "Print the settings in force and where they come from."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """A group over `COMMANDS`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names, in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """What help needs to know of a command: its name and its line."""
+        entry = COMMANDS.get(cmd_name)
+        return entry and TyperCommand(cmd_name, short_help=entry.summary, help=entry.summary, callback=None)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command itself."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, _load(str(name)), rest
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = COMMANDS[name].target.partition(":")
+    target = getattr(import_module(module), attribute)
+    if isinstance(target, typer.Typer):
+        return typer.main.get_command(target)
+    app = typer.Typer(add_completion=False)
+    app.command(name)(target)
+    return typer.main.get_command(app)

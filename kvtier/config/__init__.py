@@ -1,0 +1,40 @@
+"""Configuration: one schema, five sources, one precedence, and where each value came from.
+
+schema    the settings, as frozen pydantic models
+sizes     "8GiB"
+catalog   the schema as a flat list of dotted names
+sources   TOML file, environment, nested mappings -> entries
+load      entries -> Config, by precedence
+render    Config -> TOML
+"""
+
+from kvtier.config.catalog import Setting, settings
+from kvtier.config.load import LoadedConfig, load_config
+from kvtier.config.render import to_toml
+from kvtier.config.schema import (
+    Config,
+    EngineSettings,
+    HostSettings,
+    LogSettings,
+    ModelSettings,
+    NvmeSettings,
+    TieringSettings,
+)
+from kvtier.config.sizes import format_size, parse_size
+
+__all__ = [
+    "Config",
+    "EngineSettings",
+    "HostSettings",
+    "LoadedConfig",
+    "LogSettings",
+    "ModelSettings",
+    "NvmeSettings",
+    "Setting",
+    "TieringSettings",
+    "format_size",
+    "load_config",
+    "parse_size",
+    "settings",
+    "to_toml",
+]

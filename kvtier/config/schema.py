@@ -1,0 +1,162 @@
+"""Every setting: its type, default and meaning. Illegal combinations are refused, never rewritten."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from kvtier.config.sizes import parse_size
+
+__all__ = [
+    "Config",
+    "EngineSettings",
+    "HostSettings",
+    "LogSettings",
+    "ModelSettings",
+    "NvmeSettings",
+    "TieringSettings",
+]
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+_MAX = (1 << 63) - 1
+
+
+def _whole(value: object) -> object:
+    # pydantic takes True for 1 and 16.0 for 16.
+    if isinstance(value, bool | float):
+        raise ValueError("expected a whole number")  # noqa: TRY004 - pydantic collects ValueErrors
+    return value
+
+
+def _filled(value: object) -> object:
+    if value == "":
+        raise ValueError("expected a path, not an empty text")
+    return value
+
+
+# A shell expands ~ for flags and variables; nobody does for a TOML file.
+_SizeText = WithJsonSchema({"type": "string", "format": "size"})
+_AnySize: TypeAlias = Annotated[int, Field(le=_MAX), BeforeValidator(parse_size), _SizeText]
+_Size: TypeAlias = Annotated[int, Field(ge=1, le=_MAX), BeforeValidator(parse_size), _SizeText]
+_Seed: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 64), BeforeValidator(_whole)]
+_Count: TypeAlias = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+_Directory: TypeAlias = Annotated[Path, BeforeValidator(_filled), AfterValidator(Path.expanduser)]
+_Source: TypeAlias = Annotated[
+    str,
+    BeforeValidator(_filled),
+    BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value),
+    AfterValidator(lambda text: str(Path(text).expanduser())),
+    WithJsonSchema({"type": "string", "format": "path"}),
+]
+
+
+def _conflict(message: str, *fields: str) -> PydanticCustomError:
+    """An illegal combination of `fields` of one section; whoever knows where they were set can say so."""
+    return PydanticCustomError("conflict", "{message}", {"message": message, "fields": list(fields)})
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSettings(_Section):
+    """The language model."""
+
+    path: _Source | None = Field(
+        default=None, description="Hugging Face directory or GGUF file; none: the default model, fetched on first use"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Compute and KV element type; auto: the checkpoint's own"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where the model runs; auto: cuda where a device is visible"
+    )
+
+
+class EngineSettings(_Section):
+    """The bundled engine."""
+
+    block_size: _Count = Field(default=16, description="Tokens per KV block; KV of another block size is never reused")
+    memory: _Size | None = Field(
+        default=None, description="Device memory for KV blocks; none, and num_blocks none: 1GiB"
+    )
+    num_blocks: _Count | None = Field(default=None, description="KV blocks in device memory, instead of memory")
+    max_running: _Count = Field(default=16, description="Requests computed in one step, at most")
+    token_budget: _Count = Field(
+        default=512, description="Tokens computed in one step, at most; longer prompts are chunked"
+    )
+    max_model_len: _Count | None = Field(
+        default=None, description="Tokens of one request, prompt and output; none: the model's own limit"
+    )
+    seed: _Seed = Field(default=0, description="What requests that bring no seed derive theirs from")
+
+    @model_validator(mode="after")
+    def _one_pool_size(self) -> Self:
+        if self.memory is not None and self.num_blocks is not None:
+            raise _conflict("memory and num_blocks both size the pool; keep one", "memory", "num_blocks")
+        return self
+
+
+class HostSettings(_Section):
+    """The host tier."""
+
+    capacity: _Size = Field(default=_GIB, description="Host memory for KV blocks, a hard limit")
+
+
+class NvmeSettings(_Section):
+    """The NVMe tier."""
+
+    path: _Directory = Field(description="Directory on a local disk, made if absent; processes may share one")
+    capacity: _Size = Field(
+        default=8 * _GIB, description="Disk space for KV blocks, a hard limit for all processes together"
+    )
+    segment_size: _Size = Field(default=256 * _MIB, description="Size of one preallocated file")
+    min_free: _AnySize = Field(default=_GIB, description="Free disk space that is never used up")
+    durable: bool = Field(
+        default=False,
+        description="Sync every commit: survive power loss, not only the death of the process; slower",
+    )
+    io_threads: _Count = Field(default=4, description="Threads that read and write")
+
+
+class TieringSettings(_Section):
+    """Where KV goes when device memory is full or the process ends."""
+
+    host: HostSettings | None = Field(
+        default=HostSettings(), description="Host memory, the gateway of all other tiers; none: tiering is off"
+    )
+    nvme: NvmeSettings | None = Field(default=None, description="NVMe; needs host; on as soon as a path is given")
+    accept_lossy: bool = Field(
+        default=False,
+        description="Reuse KV that was stored in a lossy format; outputs may differ",
+    )
+
+    @model_validator(mode="after")
+    def _host_is_the_gateway(self) -> Self:
+        if self.nvme is not None and self.host is None:
+            raise _conflict(
+                "nvme needs host, the gateway between device memory and NVMe; switch host on or nvme off",
+                "host",
+                "nvme",
+            )
+        return self
+
+
+class LogSettings(_Section):
+    """Messages on stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="warning", description="The least that is shown"
+    )
+    format: Literal["text", "json"] = Field(default="text", description="Lines for people, or one JSON object a line")
+
+
+class Config(_Section):
+    """All settings of one process."""
+
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    tiering: TieringSettings = TieringSettings()
+    log: LogSettings = LogSettings()

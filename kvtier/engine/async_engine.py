@@ -1,0 +1,159 @@
+"""AsyncEngine: the engine in a thread of its own, for any number of asyncio callers."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from itertools import count
+
+from kvtier.engine.core import Engine
+from kvtier.engine.outputs import RequestOutput
+from kvtier.engine.params import SamplingParams
+from kvtier.errors import KVTierError
+
+__all__ = ["AsyncEngine"]
+
+_log = logging.getLogger(__name__)
+_RETRY_SECONDS = 0.05
+
+
+class _Mailbox:
+    """From the engine's thread to one consumer in an event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[RequestOutput | KVTierError] = asyncio.Queue()
+
+    def put(self, item: RequestOutput | KVTierError) -> bool:
+        """From any thread. False if the event loop has ended, and with it the consumer."""
+        try:
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        except RuntimeError:
+            return False
+        return True
+
+    async def get(self) -> RequestOutput:
+        item = await self._items.get()
+        if isinstance(item, KVTierError):
+            raise item
+        return item
+
+
+class AsyncEngine:
+    """Serves asyncio callers from one thread that owns the engine.
+
+    Args:
+        engine: used by this object alone from now on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._numbers = count(1)
+        self._mailboxes: dict[str, _Mailbox] = {}  # the thread's own
+        self._wake = threading.Condition()
+        self._orders: deque[Callable[[], None]] = deque()
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="kvtier-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete one prompt: yields an output for each token. Ending the iteration early aborts the request.
+
+        Raises:
+            RequestError: see `Engine.add`.
+            KVTierError: the engine failed, or is closed.
+        """
+        request_id, mailbox = f"async-{next(self._numbers)}", _Mailbox()
+        self._order(partial(self._add, request_id, prompt, params, mailbox))
+        try:
+            while True:
+                output = await mailbox.get()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            # Of no effect once the request is finished.
+            self._order(partial(self._abort, request_id), final=True)
+
+    def close(self) -> None:
+        """Abort all requests, whose consumers get what there is, and end the thread. Idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _order(self, order: Callable[[], None], *, final: bool = False) -> None:
+        with self._wake:
+            if self._closing:
+                if final:
+                    return
+                raise KVTierError("the engine is closed; make a new one")
+            self._orders.append(order)
+            self._wake.notify()
+
+    # ---- the thread
+
+    def _serve(self) -> None:
+        while self._wait():
+            try:
+                self._cycle()
+            except Exception as error:  # noqa: BLE001  # the thread's top level: every consumer must learn of it
+                self._fail(error)
+        for request_id in list(self._mailboxes):
+            self._abort(request_id)
+
+    @property
+    def _active(self) -> bool:
+        return self._engine.has_work or self._engine.busy
+
+    def _wait(self) -> bool:
+        """Return when there is something to do; False at the end."""
+        with self._wake:
+            while not (self._orders or self._closing or self._active):
+                self._wake.wait()
+            return not self._closing
+
+    def _cycle(self) -> None:
+        while self._orders:
+            self._orders.popleft()()
+        if self._active:
+            for output in self._engine.step():
+                self._deliver(output)
+
+    def _add(self, request_id: str, prompt: Sequence[int], params: SamplingParams | None, mailbox: _Mailbox) -> None:
+        try:
+            self._engine.add(request_id, prompt, params)
+        except KVTierError as error:
+            mailbox.put(error)
+            return
+        self._mailboxes[request_id] = mailbox
+
+    def _abort(self, request_id: str) -> None:
+        output = self._engine.abort(request_id)
+        mailbox = self._mailboxes.pop(request_id, None)
+        if output is not None and mailbox is not None:
+            mailbox.put(output)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        received = self._mailboxes[output.id].put(output)
+        if output.finish_reason is not None:
+            del self._mailboxes[output.id]
+        elif not received:
+            self._abort(output.id)
+
+    def _fail(self, error: Exception) -> None:
+        _log.error("engine step failed", exc_info=error)
+        mailboxes, self._mailboxes = self._mailboxes, {}
+        for request_id, mailbox in mailboxes.items():
+            self._engine.abort(request_id)
+            failure = KVTierError(f"the engine failed while this request ran: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            mailbox.put(failure)
+        if not mailboxes:
+            # A hook that fails again and again with nobody to tell must not spin.
+            time.sleep(_RETRY_SECONDS)

@@ -1,0 +1,229 @@
+"""Engine: requests in, outputs out, one step at a time, from one thread."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from operator import index
+
+from kvtier.engine.models.registry import LoadedModel
+from kvtier.engine.options import EngineOptions
+from kvtier.engine.outputs import EngineStats, RequestOutput
+from kvtier.engine.params import SamplingParams
+from kvtier.engine.plan import StepPlan
+from kvtier.engine.request import Request
+from kvtier.engine.runner import Runner
+from kvtier.engine.sampler import derived_seed
+from kvtier.engine.scheduler import Scheduler
+from kvtier.engine.text import TextStream
+from kvtier.engine.tokenizer import IncrementalDecoder
+from kvtier.errors import ConfigError, RequestError
+from kvtier.gpu.storage import DevicePool
+from kvtier.hooks import FinishReason, SchedulerHook, TransferResults, WorkerHook
+
+__all__ = ["Engine"]
+
+_IDLE_SECONDS = 0.0002
+
+
+class Engine:
+    """Continuous batching over paged KV memory. Knows other tiers only as hooks.
+
+    Args:
+        model: weights and tokenizer.
+        options: sizes and limits.
+        hooks: scheduler half and worker half of a KV connector.
+
+    Raises:
+        CapacityError: the device memory is too small for one block.
+        ConfigError: `max_model_len` is more than the model or the device pool takes.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        options: EngineOptions | None = None,
+        hooks: tuple[SchedulerHook, WorkerHook] | None = None,
+    ) -> None:
+        self.options = options or EngineOptions()
+        self._tokenizer = model.tokenizer
+        self._vocab = model.config.vocab
+        self._hook, worker = hooks or (None, None)
+        pool = _device_pool(model, self.options)
+        self._blocks = pool.blocks
+        self.max_model_len = _context(model, self.options, pool)
+        self._scheduler = Scheduler(pool.blocks, self.options.max_running, self.options.token_budget, self._hook)
+        self._runner = Runner(model.model, pool, worker)
+        self._streams: dict[str, TextStream] = {}
+        self._numbers = count()
+
+    # ---- requests
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished."""
+        return bool(self._streams)
+
+    @property
+    def busy(self) -> bool:
+        """Whether transfers are under way: they need further steps, even when all requests are finished."""
+        return self._scheduler.busy
+
+    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams | None = None) -> None:
+        """Queue a request; `step` computes it.
+
+        Args:
+            request_id: unique among all requests that this engine ever sees.
+            prompt: token ids.
+            params: how to sample and when to stop; `max_tokens` ends at the context at the latest.
+
+        Raises:
+            RequestError: the id is in use, or the prompt is empty, too long or holds unknown tokens.
+        """
+        chosen = params or SamplingParams()
+        tokens = self._checked(request_id, prompt)
+        seed = derived_seed(self.options.seed, next(self._numbers)) if chosen.seed is None else chosen.seed
+        request = Request(
+            request_id, tokens, chosen, seed, block_size=self.options.block_size, limit=self.max_model_len
+        )
+        self._scheduler.add(request)
+        self._streams[request_id] = TextStream(IncrementalDecoder(self._tokenizer), chosen.stop)
+
+    def _checked(self, request_id: str, prompt: Sequence[int]) -> list[int]:
+        if not len(prompt):
+            raise RequestError(f"request {request_id!r} has an empty prompt; send at least one token")
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"request {request_id!r} has a prompt of {len(prompt)} tokens; with a context of "
+                f"{self.max_model_len} it may have {self.max_model_len - 1}: shorten it or raise max_model_len"
+            )
+        try:
+            tokens = [index(token) for token in prompt]
+        except TypeError as error:
+            raise RequestError(f"request {request_id!r}: expected a prompt of integers: {error}") from error
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < self._vocab:
+                raise RequestError(f"request {request_id!r} has token id {token}: expected 0..{self._vocab - 1}")
+        return tokens
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request in whatever state; returns what it had so far, None for unknown ids."""
+        request = self._scheduler.end(request_id, "abort")
+        if request is None:
+            return None
+        stream = self._streams.pop(request_id)
+        stream.close()
+        return _output(request, stream, "abort")
+
+    def clear_device_cache(self) -> int:
+        """Forget all KV in device memory that no request uses; returns how many blocks that were."""
+        return self._blocks.forget()
+
+    # ---- steps
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns an output for each request that got a token.
+
+        Without anything to compute it waits a moment for transfers. If it raises, the requests that it was to
+        compute are gone; all others go on with the next step.
+        """
+        plan = self._scheduler.schedule()
+        try:
+            self._runner.begin(plan.transfers)
+            began = time.perf_counter()
+            tokens = self._runner.compute(plan)
+            self._observe(plan, time.perf_counter() - began)
+            results = self._runner.end(plan.transfers)
+        except BaseException:
+            self._fail(plan)
+            raise
+        self._scheduler.update(plan, tokens, results)
+        if not plan.requests:
+            time.sleep(_IDLE_SECONDS)
+        return [self._advance(plan.requests[at], token) for at, token in zip(plan.samples, tokens, strict=True)]
+
+    def _fail(self, plan: StepPlan) -> None:
+        for request in plan.requests:
+            del self._streams[request.id]
+        results = TransferResults(failed=dict.fromkeys(plan.transfers.saves, 0))
+        try:
+            results = self._runner.cancel(plan.transfers)
+        finally:
+            self._scheduler.fail(plan, results)
+
+    def _observe(self, plan: StepPlan, seconds: float) -> None:
+        # Without a sampled token nobody waited for the device, and a decode's time says little about prefill.
+        prefill = plan.samples and all(span.stop - span.start > 1 for span in plan.step.spans)
+        if self._hook is not None and prefill:
+            self._hook.observe_prefill(plan.num_tokens, seconds)
+
+    def _advance(self, request: Request, token: int) -> RequestOutput:
+        stream = self._streams[request.id]
+        reason = self._finish_reason(request, stream, token)
+        if reason is not None:
+            stream.close()
+            self._scheduler.end(request.id, reason)
+            del self._streams[request.id]
+        return _output(request, stream, reason)
+
+    def _finish_reason(self, request: Request, stream: TextStream, token: int) -> FinishReason | None:
+        params = request.params
+        if token in params.stop_token_ids or (token in self._tokenizer.eos_ids and not params.ignore_eos):
+            return "stop"
+        if stream.push(token):
+            return "stop"
+        return "length" if request.num_tokens >= request.max_tokens else None
+
+    # ---- statistics
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters."""
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        held = max(counters.slots_held, 1)
+        return EngineStats(
+            steps=counters.steps,
+            waiting=scheduler.num_waiting,
+            loading=scheduler.num_loading,
+            running=scheduler.num_running,
+            preemptions=counters.preemptions,
+            device_hit_tokens=counters.device_hits,
+            loaded_tokens=counters.loaded,
+            computed_tokens=counters.computed,
+            num_blocks=self._blocks.num_blocks,
+            free_blocks=self._blocks.free_blocks,
+            kv_waste=(counters.slots_held - counters.slots_reached) / held,
+            kv_waste_total=(counters.slots_held - counters.slots_used) / held,
+        )
+
+
+def _device_pool(model: LoadedModel, options: EngineOptions) -> DevicePool:
+    layout, device = model.model.layout(options.block_size), model.model.device
+    if options.memory_bytes is not None:
+        return DevicePool.fit(layout, options.memory_bytes, device)
+    return DevicePool(layout, options.num_blocks or 0, device)
+
+
+def _context(model: LoadedModel, options: EngineOptions, pool: DevicePool) -> int:
+    slots = pool.blocks.num_blocks * options.block_size
+    most = min(model.config.max_positions, slots)
+    if options.max_model_len is None:
+        return most
+    if options.max_model_len > most:
+        raise ConfigError(
+            f"max_model_len={options.max_model_len}: the model takes {model.config.max_positions} tokens and the "
+            f"device pool {slots}; choose at most {most}, or give the pool more memory"
+        )
+    return options.max_model_len
+
+
+def _output(request: Request, stream: TextStream, reason: FinishReason | None) -> RequestOutput:
+    delta = stream.take()
+    return RequestOutput(
+        id=request.id,
+        prompt_tokens=request.prompt_len,
+        token_ids=tuple(request.tokens[request.prompt_len :]),
+        text=stream.taken,
+        delta=delta,
+        finish_reason=reason,
+        metrics=replace(request.metrics),
+    )

@@ -1,0 +1,94 @@
+"""Runner: a step plan becomes tensors, a forward pass, sampled tokens. The engine's only room for torch."""
+
+from itertools import chain
+
+import numpy as np
+import torch
+
+from kvtier.engine.models.base import CausalLM
+from kvtier.engine.plan import StepPlan
+from kvtier.engine.sampler import Draw, sample
+from kvtier.gpu.attention import PagedAttention
+from kvtier.gpu.storage import DevicePool
+from kvtier.hooks import TransferPlan, TransferResults, WorkerHook
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Runs steps on one device.
+
+        begin()      fences waited for, loads started
+        compute()    blocks copied, KV computed, tokens sampled
+        end()        saves started, ended transfers reported
+
+    Saves reach the worker hook only after what they name was computed: a step that failed saves nothing.
+
+    Args:
+        model: the weights.
+        pool: the device's KV memory.
+        worker: moves KV between the pool and other tiers, if anything does.
+    """
+
+    def __init__(self, model: CausalLM, pool: DevicePool, worker: WorkerHook | None = None) -> None:
+        self._model = model
+        self._pool = pool
+        self._attention = PagedAttention(pool, model.config.heads)
+        self._worker = worker
+        if worker is not None:
+            worker.register_pool(pool.as_bytes())
+
+    def begin(self, transfers: TransferPlan) -> None:
+        """Before the step."""
+        if self._worker is not None:
+            self._worker.begin(TransferPlan(loads=transfers.loads, fences=transfers.fences))
+
+    def compute(self, plan: StepPlan) -> list[int]:
+        """The step; returns one token for each of `plan.samples`."""
+        spans = plan.step.spans
+        if not spans:
+            return []
+        with torch.inference_mode():
+            if plan.copies:
+                self._pool.copy_blocks(plan.copies)
+            lengths = np.fromiter((span.stop - span.start for span in spans), np.int64, len(spans))
+            ends = np.cumsum(lengths)
+            pieces = (
+                request.tokens[span.start : span.stop] for request, span in zip(plan.requests, spans, strict=True)
+            )
+            tokens = np.fromiter(chain.from_iterable(pieces), np.int64, ends[-1])
+            positions = np.fromiter(
+                chain.from_iterable(range(span.start, span.stop) for span in spans), np.int64, ends[-1]
+            )
+            rows = ends[list(plan.samples)] - 1
+            self._attention.plan(spans)
+            logits = self._model.forward(
+                self._tensor(tokens), self._tensor(positions), self._attend, self._tensor(rows)
+            )
+            draws = [
+                Draw(request.params, request.seed, request.num_output)
+                for request in (plan.requests[at] for at in plan.samples)
+            ]
+            return sample(logits, draws) if draws else []
+
+    def end(self, transfers: TransferPlan) -> TransferResults:
+        """After the step."""
+        if self._worker is None:
+            return TransferResults()
+        if transfers.saves:
+            self._worker.begin(TransferPlan(saves=transfers.saves))
+        return self._worker.end()
+
+    def cancel(self, transfers: TransferPlan) -> TransferResults:
+        """Instead of `end`, after a step that failed: its saves count as failed."""
+        ended = TransferResults() if self._worker is None else self._worker.end()
+        unsaved = dict.fromkeys(transfers.saves, 0)
+        return TransferResults(ended.finished, ended.failed | unsaved, ended.seconds)
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self._worker is not None:
+            self._worker.wait_layer(layer)
+        return self._attention(layer, q, k, v)
+
+    def _tensor(self, values: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._model.device)

@@ -1,0 +1,226 @@
+"""BlockPool: references to device blocks, their names, and the order in which they are given out.
+
+    free, no name --allocate--> referenced --publish--> referenced, named
+         ^                          |                        |
+         +---------release----------+                     release
+         |                                                   v
+         +----------allocate, forget----------------- free, named --match--> referenced, named
+
+The free list starts with the blocks that have no name; the named ones follow, least recently freed first.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from kvtier.errors import CapacityError, KVTierError, LeaseError
+from kvtier.gpu.free_list import FreeList
+
+__all__ = ["BlockPool"]
+
+
+class BlockPool:
+    """Books of a device's blocks. Knows no bytes. For use from one thread.
+
+    Invariants:
+        1. A block is in the free list if and only if nobody references it.
+        2. A name belongs to one block, and a block has at most one name.
+        3. Named blocks come after all others in the free list.
+
+    Args:
+        num_blocks: blocks of the device, at least 1; their ids are 0..num_blocks-1.
+        block_size: tokens per block, at least 1.
+
+    Raises:
+        CapacityError: either is less than 1.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if min(num_blocks, block_size) < 1:
+            raise CapacityError(
+                f"device pool of {num_blocks} blocks of {block_size} tokens: expected at least 1 of each; "
+                f"give it more memory"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._references = [0] * num_blocks
+        self._free = FreeList(num_blocks)
+        self._names: list[bytes | None] = [None] * num_blocks
+        self._exact = bytearray(num_blocks)
+        self._published: dict[bytes, int] = {}
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that `allocate` can give out: those that nobody references, named or not."""
+        return len(self._free)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that somebody references."""
+        return self.num_blocks - len(self._free)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks with a name, referenced or not."""
+        return len(self._published)
+
+    def references(self, block_id: int) -> int:
+        """How many hold this block."""
+        return self._references[self._checked(block_id)]
+
+    def is_published(self, block_id: int) -> bool:
+        """Whether the block has a name."""
+        return self._names[self._checked(block_id)] is not None
+
+    def is_exact(self, block_id: int) -> bool:
+        """Whether the block has a name and was published as exact."""
+        return bool(self._exact[self._checked(block_id)])
+
+    def is_writable(self, block_id: int) -> bool:
+        """Whether its content may change: it has one holder and no name."""
+        return self._references[self._checked(block_id)] == 1 and self._names[block_id] is None
+
+    # ---- references
+
+    def allocate(self, count: int) -> list[int]:
+        """Take blocks, each with one reference. Their content is undefined.
+
+        Named blocks are taken last, the least recently freed first, and lose their names.
+
+        Raises:
+            CapacityError: there are not that many free blocks. Nothing was taken.
+        """
+        if not 0 <= count <= len(self._free):
+            raise CapacityError(
+                f"{count} blocks: expected 0..{len(self._free)}, of {self.num_blocks} the others are in use; release some"
+            )
+        taken = [self._free.pop_first() for _ in range(count)]
+        for block_id in taken:
+            self._references[block_id] = 1
+            self._unname(block_id)
+        return taken
+
+    def retain(self, block_ids: Sequence[int]) -> None:
+        """Add one reference to each; for blocks that somebody references, others are to be had by `match`.
+
+        Raises:
+            LeaseError: nobody references one of them. Nothing was changed.
+        """
+        self._require(dict.fromkeys(block_ids, 1), "retain")
+        for block_id in block_ids:
+            self._references[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference to each. Given a block table in order, its tail will be evicted before its head.
+
+        Raises:
+            LeaseError: a block has fewer references than were to be dropped. Nothing was changed.
+        """
+        self._require(Counter(block_ids), "release")
+        for block_id in reversed(block_ids):
+            self._references[block_id] -= 1
+            if self._references[block_id] == 0:
+                self._free_block(block_id)
+
+    def _free_block(self, block_id: int) -> None:
+        if self._names[block_id] is None:
+            self._free.push_first(block_id)
+        else:
+            self._free.push_last(block_id)
+
+    # ---- names
+
+    def publish(self, block_id: int, key: bytes, exact: bool) -> None:  # noqa: FBT001
+        """Name a full block by its chain key, so that `match` finds it. Its content must not change from now on.
+
+        If another block has that name already, it keeps it, unless that one is not exact and this one is.
+        Publishing a block again under its own name changes nothing.
+
+        Args:
+            block_id: a block that the caller references.
+            key: chain key.
+            exact: the block, and all KV that it was computed from, are lossless.
+
+        Raises:
+            LeaseError: nobody references the block, or it has another name. Nothing was changed.
+        """
+        self._require({block_id: 1}, "publish")
+        name = self._names[block_id]
+        if name is not None and name != key:
+            raise LeaseError(
+                f"block {block_id} is published as {name.hex()}, not as {key.hex()}; a block's content has one name"
+            )
+        holder = self._published.get(key)
+        if holder is not None:
+            if holder == block_id or self._exact[holder] or not exact:
+                return
+            self._unname(holder)
+            if self._references[holder] == 0:
+                self._free.remove(holder)
+                self._free.push_first(holder)
+        self._published[key] = block_id
+        self._names[block_id] = key
+        self._exact[block_id] = exact
+
+    def match(self, keys: Sequence[bytes], *, exact: bool = True) -> list[int]:
+        """The longest leading run of published blocks, each with one more reference, which is the caller's.
+
+        Args:
+            keys: chain keys, in order.
+            exact: take exact blocks only.
+        """
+        found = []
+        for key in keys:
+            block_id = self._published.get(key)
+            if block_id is None or (exact and not self._exact[block_id]):
+                break
+            if self._references[block_id] == 0:
+                self._free.remove(block_id)
+            self._references[block_id] += 1
+            found.append(block_id)
+        return found
+
+    def forget(self) -> int:
+        """Drop the names of all blocks that nobody references; returns how many had one."""
+        forgotten = [block_id for block_id in self._published.values() if self._references[block_id] == 0]
+        for block_id in forgotten:
+            self._unname(block_id)
+        return len(forgotten)
+
+    def _unname(self, block_id: int) -> None:
+        name = self._names[block_id]
+        if name is not None:
+            del self._published[name]
+            self._names[block_id] = None
+            self._exact[block_id] = False
+
+    # ---- checks
+
+    def check(self) -> None:
+        """Verify the invariants, in time linear in the pool.
+
+        Raises:
+            KVTierError: one is broken.
+        """
+        free = list(self._free)
+        unreferenced = [block_id for block_id in range(self.num_blocks) if not self._references[block_id]]
+        if sorted(free) != unreferenced or len(free) != len(self._free):
+            raise KVTierError(f"free list {free} of size {len(self._free)}: unreferenced blocks are {unreferenced}")
+        named = [self._names[block_id] is not None for block_id in free]
+        if named != sorted(named):
+            raise KVTierError(f"free list {free}: a named block comes before one without a name")
+        names = {name: block_id for block_id, name in enumerate(self._names) if name is not None}
+        if names != self._published or any(self._exact[at] for at, name in enumerate(self._names) if name is None):
+            raise KVTierError(f"index {self._published}: blocks carry the names {names}")
+
+    def _checked(self, block_id: int) -> int:
+        if not 0 <= block_id < self.num_blocks:
+            raise LeaseError(f"block {block_id}: expected 0..{self.num_blocks - 1}; ids come from this pool only")
+        return block_id
+
+    def _require(self, counts: Mapping[int, int], verb: str) -> None:
+        for block_id, count in counts.items():
+            if self._references[self._checked(block_id)] < count:
+                raise LeaseError(
+                    f"{verb} of block {block_id}, {count} times: it has {self._references[block_id]} references; "
+                    f"only blocks that the caller holds may be given"
+                )

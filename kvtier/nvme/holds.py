@@ -1,0 +1,152 @@
+"""What this process holds: leases, reservations, and the pages that they keep from being reused."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from kvtier.errors import LeaseError
+from kvtier.nvme.extents import Extent
+from kvtier.nvme.ledger import Record
+from kvtier.tiers import BlockRef, Handle, Owner
+
+__all__ = ["Holds", "NvmeHandle"]
+
+
+class NvmeHandle(Handle):
+    """A hold on extents. `checksum`: of a reservation empty until it is written. `moves`: writes under way."""
+
+    __slots__ = ("checksum", "extents", "moves")
+
+    def __init__(
+        self, ref: BlockRef, nbytes: int, fmt: str, owner: Owner, extents: tuple[Extent, ...], checksum: bytes = b""
+    ) -> None:
+        super().__init__(ref, nbytes, fmt, owner)
+        self.extents = extents
+        self.checksum = checksum
+        self.moves = 0
+
+    @property
+    def page(self) -> int:
+        """The first page."""
+        return self.extents[0].page
+
+
+class _Lease:
+    """How often a record's pages are leased or read. `removed`: its last lease frees them."""
+
+    __slots__ = ("count", "removed", "row")
+
+    def __init__(self, row: int) -> None:
+        self.count = 0
+        self.row = row
+        self.removed = False
+
+
+class Holds:
+    """Not thread-safe: the tier's lock covers it.
+
+    A record is named by its first page, which is unique among all that is not free.
+
+    Attributes:
+        leases, reservations: live handles.
+        pending: (key, exact) of every reservation, from before it has pages.
+
+    Invariants:
+        1. A page that is leased or doomed gets no new lease of a later record before it is neither.
+        2. What is doomed has no lease and gets none: its record is being dropped by a transaction under way.
+    """
+
+    def __init__(self) -> None:
+        self.leases: set[NvmeHandle] = set()
+        self.reservations: set[NvmeHandle] = set()
+        self.pending: set[tuple[bytes, bool]] = set()
+        self._by_page: dict[int, _Lease] = {}
+        self._doomed: Counter[int] = Counter()
+
+    # ---- leases
+
+    def lease(self, handle: NvmeHandle, row: int) -> None:
+        """Begin a reader's lease."""
+        self.leases.add(handle)
+        self._by_page.setdefault(handle.page, _Lease(row)).count += 1
+
+    def end_leases(self, handles: Iterable[NvmeHandle]) -> list[int]:
+        """End leases; returns the first pages of removed records that this frees."""
+        self.leases.difference_update(handles)
+        return self.unhold(handles)
+
+    def hold(self, handles: Iterable[NvmeHandle]) -> None:
+        """Keep leased pages until `unhold`, even if the lease ends meanwhile."""
+        for handle in handles:
+            self._by_page[handle.page].count += 1
+
+    def unhold(self, handles: Iterable[NvmeHandle]) -> list[int]:
+        """Undo `hold`; returns the first pages of removed records that this frees."""
+        freed: list[int] = []
+        for handle in handles:
+            lease = self._by_page[handle.page]
+            lease.count -= 1
+            if not lease.count:
+                del self._by_page[handle.page]
+                if lease.removed:
+                    freed.append(handle.page)
+        return freed
+
+    def leased_rows(self) -> list[int]:
+        """Rows of all leased records."""
+        return [lease.row for lease in self._by_page.values()]
+
+    # ---- records that go
+
+    def is_doomed(self, record: Record) -> bool:
+        """Whether the record is being dropped."""
+        return record.page in self._doomed
+
+    def doom(self, record: Record) -> bool:
+        """Nobody may lease it from now on; False if somebody has."""
+        if record.page in self._by_page:
+            return False
+        self._doomed[record.page] += 1
+        return True
+
+    def spare(self, pages: Collection[int]) -> None:
+        """The transaction that dooms these is over."""
+        for page in pages:
+            self._doomed[page] -= 1
+            if not self._doomed[page]:
+                del self._doomed[page]
+
+    def mark_removed(self, page: int, *, removed: bool) -> None:
+        """A leased record is dropped from the index: its pages stay until its last lease ends."""
+        if page in self._by_page:
+            self._by_page[page].removed = removed
+
+    # ---- handles
+
+    def require(self, handles: Sequence[Handle], *, leased: bool) -> list[NvmeHandle]:
+        """The handles, if they are live, distinct, and leases or reservations as asked.
+
+        Raises:
+            LeaseError: one is not.
+        """
+        live = self.leases if leased else self.reservations
+        kind = "lease" if leased else "reservation"
+        good = [handle for handle in handles if isinstance(handle, NvmeHandle) and handle in live]
+        if len(good) < len(handles):
+            bad = next(handle for handle in handles if handle not in live)
+            raise LeaseError(
+                f"handle of block {bad.ref.key.hex()} (owner {bad.owner!r}) is no live {kind} of this tier: "
+                "it ended before, or was never one"
+            )
+        if len(set(good)) < len(good):
+            raise LeaseError(f"the same {kind} twice in a batch of {len(handles)}: each may be used once")
+        return good
+
+    def reserve(self, handle: NvmeHandle) -> None:
+        """Begin a writer's reservation."""
+        self.reservations.add(handle)
+        self.pending.add((handle.ref.key, handle.ref.exact))
+
+    def end_reservation(self, handle: NvmeHandle) -> None:
+        """It was committed or aborted."""
+        self.reservations.discard(handle)
+        self.pending.discard((handle.ref.key, handle.ref.exact))

@@ -1,0 +1,229 @@
+"""The index: an LMDB environment that survives what LMDB does not forgive.
+
+* A truncated data file kills the process with SIGBUS: its size is checked before it is opened.
+* Another process that enlarges the map makes `begin` fail: the new size is adopted, with no transaction open.
+* A full map stays full, whatever is deleted: the map is enlarged, and this one transaction counts as refused.
+* One long reader makes the file grow without end: transactions live for one batch of look-ups.
+* An environment does not survive `fork`: the child gets an error instead of a damaged index.
+"""
+
+import errno
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from kvtier.errors import CorruptObject, TierFull, TierUnavailable
+from kvtier.nvme.extents import PAGE
+from kvtier.nvme.ledger import DATABASES, Ledger, Names
+
+__all__ = ["DamagedIndex", "Index", "map_bytes_for", "missing_bytes"]
+
+_BYTES_PER_ENTRY = 256
+_SLACK = 64 << 20
+_READERS = 1024
+_META_MAGIC = 0xBEEFC0DE
+_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_DAMAGE = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.VersionMismatchError)
+
+
+class DamagedIndex(CorruptObject, TierUnavailable):
+    """The index cannot be read any more. Opening the directory again starts it empty."""
+
+
+def map_bytes_for(pages: int) -> int:
+    """Map size for the largest index that so many pages can need; only address space until it is used."""
+    return _SLACK + pages * _BYTES_PER_ENTRY * 5 // 4
+
+
+def missing_bytes(data_file: Path) -> int:
+    """By how many bytes an LMDB data file is shorter than its newest meta page says; 0 if it is whole or absent.
+
+    Raises:
+        DamagedIndex: it has no meta page.
+    """
+    if not data_file.exists():
+        return 0
+    with data_file.open("rb") as file:
+        first = file.read(PAGE)
+        # page header: 16 bytes; magic, version, address, map size: 24; free db, main db: 96; last page, txn id
+        if len(first) < PAGE or struct.unpack_from("<I", first, 16)[0] != _META_MAGIC:
+            raise DamagedIndex(f"{data_file} is no LMDB file")
+        page_bytes = struct.unpack_from("<I", first, 40)[0]
+        file.seek(page_bytes)
+        second = file.read(PAGE)
+    metas = [struct.unpack_from("<QQ", page, 136) for page in (first, second) if len(page) == PAGE]
+    last_page = max(metas, key=lambda meta: meta[1])[0]
+    return max(0, (int(last_page) + 1) * int(page_bytes) - data_file.stat().st_size)
+
+
+class Index:
+    """Transactions over the index; thread-safe, shared with other processes.
+
+    Args:
+        path: its directory, made if absent.
+        pages: how many pages the segments may have.
+        durable: every commit reaches the disk before it returns.
+
+    Raises:
+        DamagedIndex: what is there cannot be read.
+        TierUnavailable: the system refuses the files.
+    """
+
+    def __init__(self, path: Path, pages: int, *, durable: bool) -> None:
+        self._path = path
+        self._pid = os.getpid()
+        self.damaged = False
+        self._gate = threading.Condition()
+        self._active = 0
+        self._resizing = False
+        with self._translated():
+            self._env = lmdb.open(
+                str(path),
+                map_size=map_bytes_for(pages),
+                max_dbs=len(DATABASES),
+                max_readers=_READERS,
+                sync=durable,
+                metasync=False,
+            )
+            self._env.reader_check()
+            self._dbs = {name: self._env.open_db(name.encode()) for name in DATABASES}
+        self._names = Names(self._dbs["names"])
+
+    # ---- transactions
+
+    @contextmanager
+    def read(self, lock: "threading.Lock | None" = None) -> Iterator[Ledger]:
+        """A snapshot, taken while `lock` is held if one is given, which then is held throughout.
+
+        Lock order: the index before the tier's lock, never the other way round.
+        """
+        with self._translated():
+            txn = self._begin(lock)
+            try:
+                yield Ledger(txn, self._dbs, self._names)
+            finally:
+                txn.abort()
+                if lock is not None:
+                    lock.release()
+                self._leave()
+
+    @contextmanager
+    def write(self) -> Iterator[Ledger]:
+        """The one writing transaction of all processes: committed at the end, rolled back by an exception.
+
+        Raises:
+            TierFull: the index cannot grow; nothing was changed.
+            DamagedIndex: it cannot be read.
+        """
+        try:
+            with self._translated(), self._writing() as ledger:
+                yield ledger
+        except lmdb.MapFullError:
+            self._resize(self._env.info()["map_size"] * 5 // 4)
+            raise TierFull(f"the index {self._path} was full and has been enlarged; try again") from None
+
+    @contextmanager
+    def _writing(self) -> Iterator[Ledger]:
+        txn = self._begin(None, write=True)
+        try:
+            ledger = Ledger(txn, self._dbs, self._names)
+            yield ledger
+            ledger.save()
+        except BaseException:
+            txn.abort()
+            raise
+        else:
+            txn.commit()
+        finally:
+            self._leave()
+
+    def _begin(self, lock: "threading.Lock | None", *, write: bool = False) -> Any:
+        if os.getpid() != self._pid:
+            raise TierUnavailable(f"the index {self._path} was opened before a fork: open the tier in the child")
+        while True:
+            self._enter()
+            if lock is not None:
+                lock.acquire()
+            try:
+                return self._env.begin(write=write)
+            except BaseException as error:
+                if lock is not None:
+                    lock.release()
+                self._leave()
+                if not isinstance(error, lmdb.MapResizedError):
+                    raise
+            self._resize(0)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except lmdb.MapFullError:
+            raise
+        except (*_DAMAGE, CorruptObject) as error:
+            self.damaged = True
+            raise DamagedIndex(
+                f"the index {self._path} is damaged ({error}): close every process that uses it and reopen, "
+                "which starts it empty"
+            ) from error
+        except lmdb.Error as error:
+            if isinstance(error, lmdb.DiskError) or any(os.strerror(code) in str(error) for code in _FULL_ERRNOS):
+                raise TierFull(f"the index {self._path} cannot be written: {error}") from error
+            raise TierUnavailable(f"the index {self._path} failed: {error}; check the disk and reopen") from error
+
+    # ---- map size: no transaction may be open while it changes
+
+    def _enter(self) -> None:
+        with self._gate:
+            self._gate.wait_for(lambda: not self._resizing)
+            self._active += 1
+
+    def _leave(self) -> None:
+        with self._gate:
+            self._active -= 1
+            self._gate.notify_all()
+
+    def _resize(self, map_bytes: int) -> None:
+        with self._gate:
+            self._gate.wait_for(lambda: not self._resizing)
+            self._resizing = True
+            self._gate.wait_for(lambda: self._active == 0)
+            try:
+                self._env.set_mapsize(map_bytes)
+            finally:
+                self._resizing = False
+                self._gate.notify_all()
+
+    # ---- the whole
+
+    def verify(self) -> None:
+        """Read every page. Raises `DamagedIndex` if one of them is damaged."""
+        with self._translated():
+            txn = self._begin(None)
+            try:
+                for db in self._dbs.values():
+                    sum(1 for _ in txn.cursor(db))
+            finally:
+                txn.abort()
+                self._leave()
+
+    def flush(self) -> None:
+        """Write everything committed to the disk."""
+        with self._translated():
+            self._env.sync(True)
+
+    def nbytes(self) -> int:
+        """Size of the data file."""
+        return (self._path / "data.mdb").stat().st_size
+
+    def close(self) -> None:
+        """Wait for open transactions and close."""
+        with self._gate:
+            self._gate.wait_for(lambda: self._active == 0)
+            self._env.close()

@@ -1,0 +1,198 @@
+"""Opening a directory: what is checked and repaired before the first block is served, and what closing leaves."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import CapacityError, ConfigError, CorruptObject, TierError, TierFull, TierUnavailable
+from kvtier.metrics import Metrics
+from kvtier.nvme.directory import Directory
+from kvtier.nvme.extents import PAGE
+from kvtier.nvme.holds import Holds
+from kvtier.nvme.index import Index, missing_bytes
+from kvtier.nvme.recency import Recency
+from kvtier.nvme.segments import Segments, takes_direct_io
+from kvtier.nvme.space import Space
+
+__all__ = ["NvmeOptions", "Opened", "open_directory"]
+
+_log = logging.getLogger(__name__)
+
+_MIN_CAPACITY = 1 << 20
+_MAX_PAGES = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeOptions:
+    """How an NVMe tier works.
+
+    Args:
+        segment_bytes: size of segment files, a multiple of 4 KiB; an existing directory keeps its own.
+        io_threads: requests that the device gets at a time.
+        min_free_bytes: free space of the file system that the tier never goes below when it grows.
+        durable: every commit survives a power loss; without it, those since the last `flush` may be lost, and a
+            directory that was open then starts empty.
+    """
+
+    segment_bytes: int = 256 << 20
+    io_threads: int = 4
+    min_free_bytes: int = 1 << 30
+    durable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.segment_bytes < _MIN_CAPACITY or self.segment_bytes % PAGE:
+            raise ConfigError(f"segment_bytes={self.segment_bytes}: expected a multiple of {PAGE}, at least 1 MiB")
+        if not 1 <= self.io_threads <= 256:
+            raise ConfigError(f"io_threads={self.io_threads}: expected 1 to 256")
+        if self.min_free_bytes < 0:
+            raise ConfigError(f"min_free_bytes={self.min_free_bytes}: expected 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The parts of an opened directory."""
+
+    directory: Directory
+    index: Index
+    recency: Recency
+    segments: Segments
+    space: Space
+    holds: Holds
+
+
+def open_directory(path: Path, capacity_bytes: int, options: NvmeOptions, metrics: Metrics, name: str) -> Opened:
+    """Open or make a directory, with the capacity given.
+
+    Raises:
+        CapacityError: the capacity is below 1 MiB, above 16 TiB, or the file system is full.
+        ConfigError: the path cannot be a tier's, or others use it with a larger capacity.
+        TierUnavailable: it cannot be opened; the message says what to do.
+    """
+    total = capacity_bytes // PAGE
+    if capacity_bytes < _MIN_CAPACITY or total > _MAX_PAGES:
+        raise CapacityError(f"{name} capacity of {capacity_bytes} bytes: expected 1 MiB to 16 TiB")
+    _check_disk(path, options, name)
+    directory = Directory(path, options.segment_bytes)
+    try:
+        with directory.exclusive():
+            return _open_locked(directory, total, options, metrics, name)
+    except OSError as error:
+        directory.drop()
+        raise TierUnavailable(f"{path} cannot be opened ({error}): check its mode and the disk's space") from error
+    except TierFull as error:
+        directory.drop()
+        raise CapacityError(f"{path} cannot be opened: {error}; free some disk space") from error
+    except BaseException:
+        directory.drop()
+        raise
+
+
+def _check_disk(path: Path, options: NvmeOptions, name: str) -> None:
+    """A new directory needs room for its first megabyte above the floor."""
+    if (path / "META.json").exists():
+        return
+    above = next((place for place in (path, *path.absolute().parents) if place.is_dir()), Path("/"))
+    free = disk_free(above)
+    if free < options.min_free_bytes + _MIN_CAPACITY:
+        raise CapacityError(
+            f"{name}: {above} has {free} bytes free, {options.min_free_bytes} of them must stay free: "
+            "free some space, lower min_free_bytes or choose another disk"
+        )
+
+
+def _open_locked(directory: Directory, total: int, options: NvmeOptions, metrics: Metrics, name: str) -> Opened:
+    directory.load()
+    alone = not directory.others()
+    reason = directory.untrusted()
+    if reason and not alone:
+        raise TierUnavailable(f"{directory.path}: {reason}, and others have it open: close them, then open it again")
+    if not reason:
+        try:
+            return _open_parts(directory, total, options, metrics, name, alone=alone)
+        except CorruptObject as error:
+            if not alone:
+                raise
+            reason = str(error)
+    _log.error("%s: %s starts EMPTY: %s", name, directory.path, reason)
+    metrics.errors.labels(name, "started_empty").inc()
+    directory.wipe()
+    return _open_parts(directory, total, options, metrics, name, alone=alone)
+
+
+def _open_parts(
+    directory: Directory, total: int, options: NvmeOptions, metrics: Metrics, name: str, *, alone: bool
+) -> Opened:
+    directory.enter(durable=options.durable)
+    index = _open_index(directory.path / "index", total, durable=options.durable, alone=alone)
+    recency: Recency | None = None
+    try:
+        recency = Recency(directory.path / "recency.bin", bytes.fromhex(directory.meta.uuid))
+        segments = _open_segments(directory, metrics, name)
+        holds = Holds()
+        space = Space(directory, index, recency, segments, holds, options.min_free_bytes, metrics, name)
+        opened = Opened(directory, index, recency, segments, space, holds)
+        _settle(opened, total, alone=alone)
+    except BaseException:
+        if recency is not None:
+            recency.close()
+        index.close()
+        raise
+    space.start()
+    return opened
+
+
+def _open_index(path: Path, total: int, *, durable: bool, alone: bool) -> Index:
+    data_file = path / "data.mdb"
+    missing = missing_bytes(data_file) if alone else 0
+    if missing:
+        # A page behind the end of the file is death by SIGBUS, a page of zeros is an error that can be caught.
+        with data_file.open("r+b") as file:
+            file.truncate(data_file.stat().st_size + missing)
+    index = Index(path, total, durable=durable)
+    if missing:
+        try:
+            index.verify()
+        except TierError:
+            index.close()
+            raise
+    return index
+
+
+def _open_segments(directory: Directory, metrics: Metrics, name: str) -> Segments:
+    direct = takes_direct_io(directory.path)
+    if not direct:
+        metrics.fallbacks.labels(name, "buffered_io").inc()
+    return Segments(directory.path, directory.meta.segment_bytes // PAGE, direct=direct)
+
+
+def _settle(opened: Opened, total: int, *, alone: bool) -> None:
+    """Bring holds of the dead, the capacity and the recency rows in order."""
+    directory, space, index = opened.directory, opened.space, opened.index
+    with index.read() as ledger:
+        writers = {hold.writer for hold in ledger.holds()}
+        current = ledger.state.total
+    space.reclaim_from(directory.dead(writers))
+    if opened.recency.fresh:
+        _restore_recency(opened)
+    if total >= current:
+        space.grow_total(total)
+    elif alone:
+        space.resize(total)
+    else:
+        raise ConfigError(
+            f"{directory.path} is in use with a capacity of {current * PAGE} bytes: "
+            f"open it with as much, not {total * PAGE}, or close the others first"
+        )
+
+
+def _restore_recency(opened: Opened) -> None:
+    with opened.index.write() as ledger:
+        for key, record in ledger.records():
+            opened.recency.restore(record.row, ledger.ref(key, record))
+
+
+def disk_free(path: Path) -> int:
+    """Bytes that unprivileged processes may still write to the file system."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize

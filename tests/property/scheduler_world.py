@@ -1,0 +1,347 @@
+"""A world around the scheduler in which every byte is a number, so that a wrong block shows as a wrong output.
+
+The KV of a token is a digest of the KV of all tokens before it, as read through the block table, and of the token.
+The next token is a digest of all KV. `continuation` is the same model without any memory to manage.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+from kvtier.engine.params import SamplingParams
+from kvtier.engine.plan import StepPlan
+from kvtier.engine.request import Request, State
+from kvtier.engine.scheduler import Scheduler
+from kvtier.gpu.pool import BlockPool
+from kvtier.hooks import Completed, Load, Match, Pending, Save, Step, TransferPlan, TransferResults
+from kvtier.layout import Span
+
+VOCAB = 50
+GARBAGE = -1
+
+
+def digest(numbers: Sequence[int]) -> int:
+    return crc32(repr(tuple(numbers)).encode())
+
+
+def next_token(kv: Sequence[int]) -> int:
+    return digest(kv) % VOCAB
+
+
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    """The undisturbed output: no blocks, no batch, no cache."""
+    kv: list[int] = []
+    output: list[int] = []
+    for token in prompt:
+        kv.append(digest([*kv, token]))
+    while True:
+        output.append(next_token(kv))
+        if len(output) == count:
+            return output
+        kv.append(digest([*kv, output[-1]]))
+
+
+class Device:
+    """Block contents; what was never written, or is being overwritten, is garbage."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.size = block_size
+        self.blocks = [[GARBAGE] * block_size for _ in range(num_blocks)]
+
+    def read(self, block_ids: Sequence[int], count: int) -> list[int]:
+        values = [value for block in block_ids for value in self.blocks[block]][:count]
+        assert len(values) == count
+        return values
+
+    def run(self, plan: StepPlan) -> list[int]:
+        """Compute the plan's spans; sampled tokens."""
+        for copy in plan.copies:
+            self.blocks[copy.dst] = list(self.blocks[copy.src])
+        tokens = []
+        for at, (request, span) in enumerate(zip(plan.requests, plan.step.spans, strict=True)):
+            kv = self.read(span.block_ids, span.start)
+            for position in range(span.start, span.stop):
+                kv.append(digest([*kv, request.tokens[position]]))
+                block = span.block_ids[position // self.size]
+                assert block in plan.step.written
+                self.blocks[block][position % self.size] = kv[-1]
+            if at in plan.samples:
+                assert span.stop == request.num_tokens
+                tokens.append(next_token(kv))
+        return tokens
+
+
+@dataclass
+class Stored:
+    content: list[int]
+    exact: bool
+
+
+@dataclass
+class Offer:
+    """A look-up of one request, and the load that may follow."""
+
+    waits: int
+    keys: list[bytes]
+    first: int = 0
+    block_ids: tuple[int, ...] = ()
+    job: int | None = None
+    good: int = 0
+    abandoned: bool = False
+
+
+class Connector:
+    """Both hook halves over a dict, with delays and failures decided by `choose(upper bound)`.
+
+    Saves read the device as late as the protocol allows: at a fence, or when they end. Loads leave garbage behind
+    from their start to their end.
+    """
+
+    def __init__(self, device: Device, choose: Callable[[int], int]) -> None:
+        self.device = device
+        self.choose = choose
+        self.store: dict[bytes, Stored] = {}
+        self.jobs = 0
+        self.offers: dict[str, Offer] = {}
+        self.orphans: dict[int, str] = {}
+        self.load_jobs: dict[int, tuple[str, tuple[Load, ...], list[list[int]]]] = {}
+        self.save_jobs: dict[int, tuple[tuple[Save, ...], list[tuple[bytes, bool]], list[list[int]] | None]] = {}
+        self.saved: dict[str, int] = {}
+        self.armed: set[int] = set()
+
+    # ---- scheduler half
+
+    def match(self, request: Request, device_tokens: int) -> Match | Pending:
+        offer = self.offers.get(request.id)
+        if offer is None:
+            keys = []
+            for key in request.chain[: request.reusable_blocks]:
+                if key not in self.store or not (self.store[key].exact or request.id.startswith("lossy")):
+                    break
+                keys.append(key)
+            if len(keys) * self.device.size <= device_tokens:
+                return Match(0)
+            offer = self.offers[request.id] = Offer(self.choose(3), keys)
+        assert not offer.abandoned
+        if offer.waits:
+            offer.waits -= 1
+            return Pending()
+        offer.first = device_tokens // self.device.size
+        rest = offer.keys[offer.first :]
+        if not rest:
+            del self.offers[request.id]
+            return Match(0)
+        return Match(len(rest) * self.device.size, all(self.store[key].exact for key in offer.keys))
+
+    def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
+        if external_tokens == 0:
+            self.offers.pop(request.id, None)
+            return
+        offer = self.offers[request.id]
+        count = external_tokens // self.device.size
+        offer.keys = offer.keys[: offer.first + count]
+        offer.block_ids = tuple(block_ids[offer.first : offer.first + count])
+        assert len(offer.block_ids) == count
+
+    def plan(self, step: Step) -> TransferPlan:
+        loads, saves = {}, {}
+        for request_id, offer in self.offers.items():
+            if offer.block_ids and offer.job is None and self.choose(2):
+                offer.job = self._next_job()
+                loads[offer.job] = tuple(Load(Span(0, 0, 1), block) for block in offer.block_ids)
+                contents = [list(self.store[key].content) for key in offer.keys[offer.first :]]
+                self.load_jobs[offer.job] = (request_id, loads[offer.job], contents)
+        for span in step.spans:
+            full, first = span.stop // self.device.size, self.saved.get(span.request.id, 0)
+            if full > first:
+                self.saved[span.request.id] = full
+                job = self._next_job()
+                saves[job] = tuple(Save(block, Span(0, 0, 1)) for block in span.block_ids[first:full])
+                keys = [(key, span.exact) for key in span.request.chain[first:full]]
+                assert len(keys) == full - first
+                self.save_jobs[job] = (saves[job], keys, None)
+        fences = {
+            job
+            for job, (copies, _, read) in self.save_jobs.items()
+            if job not in saves and read is None and step.written & {copy.block_id for copy in copies}
+        }
+        return TransferPlan(loads, saves, frozenset(fences))
+
+    def _next_job(self) -> int:
+        self.jobs += 1
+        return self.jobs
+
+    def completed(self, results: TransferResults) -> Completed:
+        loaded, failed, released = {}, set(), []
+        for job in (*results.finished, *results.failed):
+            if job in self.save_jobs:
+                _, keys, contents = self.save_jobs.pop(job)
+                for (key, exact), content in zip(keys, contents or [], strict=job not in results.failed):
+                    if key not in self.store or not self.store[key].exact:
+                        self.store[key] = Stored(content, exact)
+                continue
+            request_id, copies, _ = self.load_jobs.pop(job)
+            if job in self.orphans:
+                released.append(self.orphans.pop(job))
+                continue
+            offer = self.offers.pop(request_id)
+            good = results.failed.get(job, len(copies))
+            exact = all(self.store[key].exact for key in offer.keys)
+            loaded[request_id] = ((offer.first + good) * self.device.size, exact)
+            if good < len(copies):
+                failed.add(request_id)
+        return Completed(loaded, frozenset(failed), tuple(released))
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None: ...
+
+    def finished(self, request_id: str, reason: str) -> bool:
+        self.saved.pop(request_id, None)
+        offer = self.offers.pop(request_id, None)
+        if offer is None or offer.job is None:
+            return False
+        self.orphans[offer.job] = request_id
+        return True
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.offers or self.load_jobs or self.save_jobs)
+
+    # ---- worker half
+
+    def register_pool(self, pool: object) -> None: ...
+
+    def begin(self, plan: TransferPlan) -> None:
+        for job in plan.fences:
+            self._read(job)
+        for copies in plan.loads.values():
+            for copy in copies:
+                self.device.blocks[copy.block_id] = [GARBAGE] * self.device.size
+
+    def wait_layer(self, layer: int) -> None: ...
+
+    def _read(self, job: int) -> None:
+        copies, keys, contents = self.save_jobs[job]
+        if contents is None:
+            self.save_jobs[job] = copies, keys, [list(self.device.blocks[copy.block_id]) for copy in copies]
+
+    def end(self, plan: TransferPlan) -> TransferResults:
+        finished, failed = [], {}
+        for job in [*self.load_jobs, *(job for job in self.save_jobs if job not in plan.saves)]:
+            if self.choose(2):
+                continue
+            good = self._end_load(job) if job in self.load_jobs else self._end_save(job)
+            if good is None:
+                finished.append(job)
+            else:
+                failed[job] = good
+        return TransferResults(tuple(finished), failed)
+
+    def _end_load(self, job: int) -> int | None:
+        _, copies, contents = self.load_jobs[job]
+        good = len(copies) if self.choose(3) else self.choose(len(copies))
+        for copy, content in list(zip(copies, contents, strict=True))[:good]:
+            self.device.blocks[copy.block_id] = content
+        return None if good == len(copies) else good
+
+    def _end_save(self, job: int) -> int | None:
+        self._read(job)
+        return None
+
+
+class World:
+    """Scheduler, device and connector, driven step by step."""
+
+    def __init__(
+        self,
+        choose: Callable[[int], int],
+        *,
+        num_blocks: int,
+        block_size: int = 4,
+        max_running: int = 3,
+        token_budget: int = 8,
+        hook: bool = True,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.device = Device(num_blocks, block_size)
+        self.connector = Connector(self.device, choose) if hook else None
+        self.budget, self.max_running = token_budget, max_running
+        self.scheduler = Scheduler(self.pool, max_running, token_budget, self.connector)
+        self.live: dict[str, Request] = {}
+        self.outputs: dict[str, tuple[list[int], list[int]]] = {}
+        self.indices: list[int] = []
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> Request:
+        capacity = self.pool.num_blocks * self.pool.block_size
+        request = Request(
+            request_id,
+            prompt,
+            SamplingParams(max_tokens=max_tokens),
+            0,
+            block_size=self.pool.block_size,
+            limit=capacity,
+        )
+        self.scheduler.add(request)
+        self.live[request_id] = request
+        return request
+
+    def abort(self, request_id: str) -> None:
+        ended = self.scheduler.end(request_id, "abort")
+        assert (ended is not None) == (request_id in self.live)
+        self.live.pop(request_id, None)
+
+    def step(self, *, fails: bool = False) -> StepPlan:
+        plan = self.scheduler.schedule()
+        self.indices.append(plan.step.index)
+        assert plan.num_tokens <= self.budget
+        assert len(plan.requests) <= self.max_running
+        assert len({request.id for request in plan.requests}) == len(plan.requests)
+        if self.connector is not None:
+            self.connector.begin(plan.transfers)
+        tokens = self.device.run(plan)
+        results = TransferResults() if self.connector is None else self.connector.end(plan.transfers)
+        if fails:
+            unsaved = dict.fromkeys(plan.transfers.saves, 0)
+            self.scheduler.fail(plan, TransferResults(results.finished, results.failed | unsaved))
+            for request in plan.requests:
+                del self.live[request.id]
+        else:
+            self.scheduler.update(plan, tokens, results)
+            for at in plan.samples:
+                self._maybe_finish(plan.requests[at])
+        return plan
+
+    def _maybe_finish(self, request: Request) -> None:
+        if request.num_tokens == request.max_tokens:
+            assert self.scheduler.end(request.id, "length") is request
+            assert request.state is State.FINISHED
+            del self.live[request.id]
+            self.outputs[request.id] = request.tokens[: request.prompt_len], request.tokens[request.prompt_len :]
+
+    def drain(self, limit: int = 2000) -> None:
+        for _ in range(limit):
+            if not (self.live or self.scheduler.busy):
+                return
+            self.step()
+        raise AssertionError(f"no progress: {[(r.id, r.state, r.num_computed, r.num_tokens) for r in self.live.values()]}")
+
+    def check(self) -> None:
+        """Books against reality: references, states, contents of every published block."""
+        self.pool.check()
+        tables = [request.blocks for request in self.live.values() if request.table is not None]
+        tables += [table for held in self.scheduler._held.values() for table in held]
+        references = [block for table in tables for block in table.ids]
+        for block in range(self.pool.num_blocks):
+            assert self.pool.references(block) == references.count(block)
+        counts = {state: sum(request.state is state for request in self.live.values()) for state in State}
+        assert counts[State.WAITING] == self.scheduler.num_waiting
+        assert counts[State.LOADING] == self.scheduler.num_loading
+        assert counts[State.RUNNING] == self.scheduler.num_running
+        assert counts[State.RUNNING] + counts[State.LOADING] <= self.max_running
+        for request in self.live.values():
+            assert request.num_computed < request.num_tokens
+            assert request.published * self.pool.block_size <= request.num_computed
+
+    def check_outputs(self) -> None:
+        for request_id, (prompt, output) in self.outputs.items():
+            if not request_id.startswith("lossy"):
+                assert output == continuation(prompt, len(output)), request_id

@@ -1,0 +1,235 @@
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvtier import __version__
+from kvtier.cli import main
+from kvtier.cli.lazy import COMMANDS, Entry
+from kvtier.config import Config
+from kvtier.errors import ConfigError, KVTierError, TierUnavailable
+
+
+@pytest.fixture(autouse=True)
+def _isolated(tmp_path, monkeypatch, pristine_log):
+    """No configuration but the test's own."""
+    for name in list(os.environ):
+        if name.startswith(("KVTIER_", "XDG_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def run(capsys, *arguments):
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def child(code, **options):
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+# ---- help and laziness
+
+
+def test_help_lists_every_command_and_imports_none_of_them():
+    code = (
+        "import sys; from kvtier.cli import main; code = main(['--help']);"
+        "heavy = ('torch', 'lmdb', 'kvtier.cli.demo', 'kvtier.cli.models', 'kvtier.api');"
+        "print([name for name in heavy if name in sys.modules]);"
+        "sys.exit(code)"
+    )
+    process = child(code)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.splitlines()[-1] == "[]"
+    for name, entry in COMMANDS.items():
+        assert name in out
+        assert entry.summary in out
+
+
+def test_without_a_command_help_is_printed(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert out == run(capsys, "--help")[1]
+
+
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, f"kvtier {__version__}\n", "")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_of_its_own(capsys, name):
+    code, out, err = run(capsys, name, "--help")
+    assert (code, err) == (0, "")
+    assert f"kvtier {name}" in out
+
+
+# ---- kvtier config
+
+
+def test_config_prints_toml_that_is_the_configuration_in_force(capsys, monkeypatch):
+    monkeypatch.setenv("KVTIER_TIERING__HOST__CAPACITY", "3GiB")
+    code, out, err = run(capsys, "--log-level", "info", "config")
+    assert (code, err) == (0, "")
+    printed = tomllib.loads(out)
+    assert printed["tiering"]["host"]["capacity"] == "3GiB"
+    assert printed["log"]["level"] == "info"
+    assert printed["engine"]["block_size"] == 16
+
+
+def test_config_explain_says_where_each_value_comes_from(capsys, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[engine]\nblock_size = 32\n")
+    _, out, _ = run(capsys, "--config", str(file), "--log-level", "error", "config", "--explain")
+    sources = {line.split(" = ")[0]: line.split("  # ")[1] for line in out.splitlines() if " = " in line}
+    assert (sources["block_size"], sources["level"], sources["format"]) == (str(file), "command line", "default")
+
+
+def test_config_json_is_one_object(capsys, tmp_path):
+    _, out, _ = run(capsys, "config", "--json")
+    row = json.loads(out)
+    assert row == {"config": json.loads(Config().model_dump_json())}
+    (tmp_path / "kvtier.toml").write_text('[log]\nformat = "json"\n')
+    row = json.loads(run(capsys, "config", "--json", "--explain")[1])
+    assert (row["file"], row["origins"]["log.format"]) == ("kvtier.toml", "kvtier.toml")
+
+
+# ---- how errors end a run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["konfig"], "No such command 'konfig'"),
+        (["config", "--jsn"], "No such option: --jsn"),
+        (["config", "surplus"], "surplus"),
+        (["--config"], "requires an argument"),
+        (["--config", "gone.toml", "config"], "config file gone.toml: No such file or directory"),
+        (["--log-level", "loud", "config"], "log.level = 'loud' (command line): expected 'debug'"),
+        (["model", "path"], "fetch it with `kvtier model get`"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(capsys, arguments, says):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def fails_with(error):
+    raise error
+
+
+class Failures:
+    """Commands as `COMMANDS` names them: attributes of a module."""
+
+    @staticmethod
+    def config():
+        fails_with(ConfigError("a.b = 3: expected\n  4"))
+
+    @staticmethod
+    def tier():
+        fails_with(TierUnavailable("/dev/x: gone"))
+
+    @staticmethod
+    def other():
+        fails_with(KVTierError("odd"))
+
+    @staticmethod
+    def interrupt():
+        raise KeyboardInterrupt
+
+    @staticmethod
+    def defect():
+        fails_with(ZeroDivisionError("a defect"))
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "failures", Failures)
+    for name in ("tier", "other", "interrupt", "defect"):
+        monkeypatch.setitem(COMMANDS, name, Entry(f"failures:{name}", "Fails."))
+    monkeypatch.setitem(COMMANDS, "wrong", Entry("failures:config", "Fails."))
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "line"),
+    [
+        ("wrong", 2, "error: a.b = 3: expected 4\n"),
+        ("tier", 1, "error: /dev/x: gone\n"),
+        ("other", 2, "error: odd\n"),
+        ("interrupt", 130, "interrupted\n"),
+    ],
+)
+def test_errors_are_one_line_and_have_a_code(capsys, failing, name, code, line):
+    assert run(capsys, name) == (code, "", line)
+
+
+def test_debug_shows_the_traceback(capsys, failing):
+    code, _, err = run(capsys, "--log-level", "debug", "tier")
+    assert code == 1
+    assert "Traceback (most recent call last)" in err
+    assert err.endswith("error: /dev/x: gone\n")
+
+
+def test_debug_shows_the_traceback_of_an_error_in_the_configuration(capsys, monkeypatch):
+    monkeypatch.setenv("KVTIER_ENGINE__SEED", "x")
+    code, _, err = run(capsys, "--log-level", "debug", "config")
+    assert (code, "Traceback" in err) == (2, True)
+
+
+def test_a_defect_is_not_hidden(failing):
+    with pytest.raises(ZeroDivisionError):
+        main(["defect"])
+
+
+def test_a_reader_that_leaves_is_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run(
+        [sys.executable, "-c", "import sys; from kvtier.cli import main; sys.exit(main(['config', '--explain']))"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(write)
+    assert (process.returncode, process.stderr) == (1, "")
+
+
+def test_an_interrupt_while_a_command_waits_is_one_line_and_130(tmp_path):
+    lock = tmp_path / "models/.lock"
+    lock.parent.mkdir()
+    code = (
+        "import sys, threading; from kvtier.cli import main; import kvtier.cli.models; print('up', flush=True);"
+        "sys.exit(main(['model', 'get']))"
+    )
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # another process is fetching: the command waits for it
+        process = child(code, env=os.environ | {"KVTIER_CACHE_DIR": str(tmp_path)})
+        process.stdout.readline()
+        wait_until_blocked(process.pid)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+
+
+def wait_until_blocked(pid):
+    """Until the process waits for a file lock, as /proc/locks shows it."""
+    while True:  # the test's own time limit ends it
+        if any("->" in line and f" {pid} " in line for line in Path("/proc/locks").read_text().splitlines()):
+            return
+        time.sleep(0.01)
