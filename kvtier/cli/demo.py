@@ -92,7 +92,7 @@ def _config(source: str, device: str, dtype: str, tiers: list[str], nvme: Path) 
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     return {
         "model": {"path": source, "device": device, "dtype": names.get(dtype, dtype)},
-        "engine": {"memory": "512MiB", "max_running": 4, "token_budget": 512},
+        "engine": {"memory": "512MiB", "num_blocks": None, "max_running": 4, "token_budget": 512},
         "tiering": {
             "host": {"capacity": "1GiB"} if "host" in tiers else None,
             "nvme": {"path": str(nvme), "capacity": "1GiB"} if "nvme" in tiers else None,

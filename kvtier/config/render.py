@@ -1,7 +1,6 @@
 """Writes a configuration as TOML that `load_config` reads back."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from kvtier.config.catalog import Setting, settings
@@ -27,7 +26,9 @@ def to_toml(loaded: LoadedConfig, *, explain: bool = False) -> str:
     for name, line, origin in rows:
         text = f"{line:<{width}}  # {origin}" if explain else line
         by_section.setdefault(name.rpartition(".")[0], []).append(text)
-    return "\n\n".join(_tables(by_section)) + "\n"
+    order = list(settings())
+    tables = ("\n".join([f"[{name}]", *by_section[name]]) for name in sorted(by_section, key=order.index))
+    return "\n\n".join(tables) + "\n"
 
 
 def literal(setting: Setting, value: Any) -> str:
@@ -37,12 +38,6 @@ def literal(setting: Setting, value: Any) -> str:
     if setting.kind == "size":
         return json.dumps(format_size(value))
     return json.dumps(value if isinstance(value, bool | int) else str(value), ensure_ascii=False)
-
-
-def _tables(by_section: dict[str, list[str]]) -> Iterator[str]:
-    # A section's own settings come before its sub-sections: TOML would read them as the sub-section's otherwise.
-    for section in sorted(by_section, key=list(settings()).index):
-        yield "\n".join([f"[{section}]", *by_section[section]])
 
 
 def _value(loaded: LoadedConfig, name: str) -> Any:

@@ -178,7 +178,7 @@ def _drain(queue: "SimpleQueue[_Batch | None]", mover: _Mover) -> None:
         try:
             mover.move(batch.moves, batch.after)
             good = len(batch.moves)
-        except Exception:
+        except Exception:  # noqa: BLE001 - the thread's top level: the lane goes on with the next batch
             _log.exception("%d copies failed", len(batch.moves))
         # The caller may unmap its memory as soon as the ticket is done.
         del batch
@@ -214,10 +214,11 @@ class _StreamMover:
     def __init__(self, pool: Tensor, direction: Direction) -> None:
         self._pool = pool
         self._to_device = direction is Direction.TO_DEVICE
-        self._stream = torch.cuda.Stream(pool.device)
+        self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
 
     def fence(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream(self._pool.device).record_event()
+        launched: torch.cuda.Event = torch.cuda.current_stream(self._pool.device).record_event()
+        return launched
 
     def move(self, moves: Sequence[BlockMove], after: torch.cuda.Event | None) -> None:
         with torch.cuda.stream(self._stream):
@@ -229,7 +230,8 @@ class _StreamMover:
                     row.copy_(host, non_blocking=True)
                 else:
                     host.copy_(row, non_blocking=True)
-            arrived = self._stream.record_event(torch.cuda.Event(blocking=True))
+            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            arrived.record(self._stream)
         arrived.synchronize()
 
 

@@ -20,8 +20,8 @@ class FreeList:
     def __init__(self, capacity: int) -> None:
         self.size = capacity
         self._sentinel = capacity
-        self._next = [*range(1, capacity + 1), 0]
-        self._previous = [capacity, *range(capacity)]
+        self._next: list[int] = [*range(1, capacity + 1), 0]
+        self._previous: list[int] = [capacity, *range(capacity)]
 
     def __len__(self) -> int:
         return self.size

@@ -87,7 +87,7 @@ class DevicePool:
 def _uniform_group(layout: Layout) -> LayerGroup:
     if len(layout.groups) != 1:
         raise FormatMismatch(
-            f"layout with {len(layout.groups)} layer groups: a device pool takes one; use a model whose layers are alike"
+            f"layout with {len(layout.groups)} layer groups: a device pool takes one; use a model with uniform layers"
         )
     group = layout.groups[0]
     if group.order != _ORDER:

@@ -47,7 +47,7 @@ class BlockTable:
 
     def missing(self, num_tokens: int, start: int) -> int:
         """How many blocks `extend(num_tokens, start)` would have to allocate, copy-on-write included."""
-        return len(self._shared(num_tokens, start)) + max(0, self._blocks_of(num_tokens) - len(self._ids))
+        return len(self._shared(num_tokens, start)) + self._beyond(num_tokens)
 
     def extend(self, num_tokens: int, start: int) -> list[BlockCopy]:
         """Make room for tokens [start, num_tokens) to be written; whatever the table held beyond `start` is void.
@@ -63,7 +63,7 @@ class BlockTable:
             LeaseError: `start` lies beyond `num_tokens` or beyond the table. Nothing was changed.
         """
         shared = self._shared(num_tokens, start)
-        fresh = self._pool.allocate(self.missing(num_tokens, start))
+        fresh = self._pool.allocate(len(shared) + self._beyond(num_tokens))
         replaced = [self._ids[at] for at in shared]
         for at, block_id in zip(shared, fresh, strict=False):
             self._ids[at] = block_id
@@ -92,6 +92,9 @@ class BlockTable:
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)
+
+    def _beyond(self, num_tokens: int) -> int:
+        return max(0, self._blocks_of(num_tokens) - len(self._ids))
 
     def _shared(self, num_tokens: int, start: int) -> list[int]:
         """Positions of the blocks that hold tokens of [start, num_tokens) and may not be written."""

@@ -4,10 +4,14 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from kvtier.nvme.io import BlockIO, Transfer
-from kvtier.tiers import Status, expired
+import numpy as np
 
-__all__ = ["Batch"]
+from kvtier.errors import FormatMismatch
+from kvtier.nvme.holds import NvmeHandle
+from kvtier.nvme.io import BlockIO, Transfer
+from kvtier.tiers import Handle, Status, expired
+
+__all__ = ["Batch", "check_buffer", "transfers"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,13 +54,22 @@ class Batch:
         if not shares:
             self._done([])
         for share in shares:
-            self._blocks.submit(self._work, share)
+            try:
+                self._blocks.submit(self._work, share)
+            except RuntimeError:  # the tier was closed since the batch was made
+                self._end(share, failed=True)
 
     def _work(self, share: list[int]) -> None:
+        failed = False
         try:
             self._move_share(share)
-        except Exception:  # noqa: BLE001  a thread's top level
+        except Exception:  # a thread's top level
             _log.exception("a batch of %d blocks failed", len(share))
+            failed = True
+        self._end(share, failed=failed)
+
+    def _end(self, share: list[int], *, failed: bool) -> None:
+        if failed:
             for at in share:
                 self._statuses[at] = self._failed
         with self._lock:
@@ -71,3 +84,21 @@ class Batch:
                 return
             for at, status in zip(window, self._move(window), strict=True):
                 self._statuses[at] = status
+
+
+def transfers(handles: Sequence[NvmeHandle], buffers: Sequence[memoryview]) -> list[Transfer]:
+    """What moves between these handles' extents and these buffers."""
+    return [
+        Transfer(handle.extents, handle.nbytes, np.frombuffer(buffer, np.uint8))
+        for handle, buffer in zip(handles, buffers, strict=True)
+    ]
+
+
+def check_buffer(handle: Handle, data: memoryview, *, writable: bool) -> None:
+    """Raise `FormatMismatch` for a buffer that cannot hold the handle's bytes."""
+    if data.nbytes < handle.nbytes or not data.c_contiguous or (writable and data.readonly):
+        kind = "writable, contiguous" if writable else "contiguous"
+        raise FormatMismatch(
+            f"buffer of {data.nbytes} bytes (contiguous={data.c_contiguous}, readonly={data.readonly}): "
+            f"this block needs a {kind} one of at least {handle.nbytes} bytes"
+        )

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from kvtier.errors import LeaseError
+from kvtier.errors import LeaseError, TierUnavailable
 from kvtier.nvme.extents import Extent
 from kvtier.nvme.ledger import Record
 from kvtier.tiers import BlockRef, Handle, Owner
@@ -48,6 +48,7 @@ class Holds:
 
     Attributes:
         leases, reservations: live handles.
+        closed: the tier is; all holds have ended.
         pending: (key, exact) of every reservation, from before it has pages.
 
     Invariants:
@@ -56,11 +57,17 @@ class Holds:
     """
 
     def __init__(self) -> None:
+        self.closed = False
         self.leases: set[NvmeHandle] = set()
         self.reservations: set[NvmeHandle] = set()
         self.pending: set[tuple[bytes, bool]] = set()
         self._by_page: dict[int, _Lease] = {}
         self._doomed: Counter[int] = Counter()
+
+    def require_open(self) -> None:
+        """Raise `TierUnavailable` if the tier is closed."""
+        if self.closed:
+            raise TierUnavailable("this NVMe tier is closed: open another one")
 
     # ---- leases
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import CapacityError, ConfigError, CorruptObject, TierError, TierFull, TierUnavailable
-from kvtier.metrics import Metrics
+from kvtier.nvme.counting import Counts
 from kvtier.nvme.directory import Directory
 from kvtier.nvme.extents import PAGE
 from kvtier.nvme.holds import Holds
@@ -61,7 +61,7 @@ class Opened:
     holds: Holds
 
 
-def open_directory(path: Path, capacity_bytes: int, options: NvmeOptions, metrics: Metrics, name: str) -> Opened:
+def open_directory(path: Path, capacity_bytes: int, options: NvmeOptions, counts: Counts) -> Opened:
     """Open or make a directory, with the capacity given.
 
     Raises:
@@ -71,12 +71,12 @@ def open_directory(path: Path, capacity_bytes: int, options: NvmeOptions, metric
     """
     total = capacity_bytes // PAGE
     if capacity_bytes < _MIN_CAPACITY or total > _MAX_PAGES:
-        raise CapacityError(f"{name} capacity of {capacity_bytes} bytes: expected 1 MiB to 16 TiB")
-    _check_disk(path, options, name)
+        raise CapacityError(f"NVMe capacity of {capacity_bytes} bytes: expected 1 MiB to 16 TiB")
+    _check_disk(path, options)
     directory = Directory(path, options.segment_bytes)
     try:
         with directory.exclusive():
-            return _open_locked(directory, total, options, metrics, name)
+            return _open_locked(directory, total, options, counts)
     except OSError as error:
         directory.drop()
         raise TierUnavailable(f"{path} cannot be opened ({error}): check its mode and the disk's space") from error
@@ -88,7 +88,7 @@ def open_directory(path: Path, capacity_bytes: int, options: NvmeOptions, metric
         raise
 
 
-def _check_disk(path: Path, options: NvmeOptions, name: str) -> None:
+def _check_disk(path: Path, options: NvmeOptions) -> None:
     """A new directory needs room for its first megabyte above the floor."""
     if (path / "META.json").exists():
         return
@@ -96,12 +96,12 @@ def _check_disk(path: Path, options: NvmeOptions, name: str) -> None:
     free = disk_free(above)
     if free < options.min_free_bytes + _MIN_CAPACITY:
         raise CapacityError(
-            f"{name}: {above} has {free} bytes free, {options.min_free_bytes} of them must stay free: "
+            f"{above} has {free} bytes free, {options.min_free_bytes} of them must stay free: "
             "free some space, lower min_free_bytes or choose another disk"
         )
 
 
-def _open_locked(directory: Directory, total: int, options: NvmeOptions, metrics: Metrics, name: str) -> Opened:
+def _open_locked(directory: Directory, total: int, options: NvmeOptions, counts: Counts) -> Opened:
     directory.load()
     alone = not directory.others()
     reason = directory.untrusted()
@@ -109,28 +109,26 @@ def _open_locked(directory: Directory, total: int, options: NvmeOptions, metrics
         raise TierUnavailable(f"{directory.path}: {reason}, and others have it open: close them, then open it again")
     if not reason:
         try:
-            return _open_parts(directory, total, options, metrics, name, alone=alone)
+            return _open_parts(directory, total, options, counts, alone=alone)
         except CorruptObject as error:
             if not alone:
                 raise
             reason = str(error)
-    _log.error("%s: %s starts EMPTY: %s", name, directory.path, reason)
-    metrics.errors.labels(name, "started_empty").inc()
+    _log.error("%s starts EMPTY: %s", directory.path, reason)
+    counts.failed("open", reason)
     directory.wipe()
-    return _open_parts(directory, total, options, metrics, name, alone=alone)
+    return _open_parts(directory, total, options, counts, alone=alone)
 
 
-def _open_parts(
-    directory: Directory, total: int, options: NvmeOptions, metrics: Metrics, name: str, *, alone: bool
-) -> Opened:
+def _open_parts(directory: Directory, total: int, options: NvmeOptions, counts: Counts, *, alone: bool) -> Opened:
     directory.enter(durable=options.durable)
     index = _open_index(directory.path / "index", total, durable=options.durable, alone=alone)
     recency: Recency | None = None
     try:
         recency = Recency(directory.path / "recency.bin", bytes.fromhex(directory.meta.uuid))
-        segments = _open_segments(directory, metrics, name)
+        segments = _open_segments(directory, counts)
         holds = Holds()
-        space = Space(directory, index, recency, segments, holds, options.min_free_bytes, metrics, name)
+        space = Space(directory, index, recency, segments, holds, options.min_free_bytes, counts)
         opened = Opened(directory, index, recency, segments, space, holds)
         _settle(opened, total, alone=alone)
     except BaseException:
@@ -159,10 +157,10 @@ def _open_index(path: Path, total: int, *, durable: bool, alone: bool) -> Index:
     return index
 
 
-def _open_segments(directory: Directory, metrics: Metrics, name: str) -> Segments:
+def _open_segments(directory: Directory, counts: Counts) -> Segments:
     direct = takes_direct_io(directory.path)
     if not direct:
-        metrics.fallbacks.labels(name, "buffered_io").inc()
+        counts.fell_back("buffered_io")
     return Segments(directory.path, directory.meta.segment_bytes // PAGE, direct=direct)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 from kvtier.errors import TierError, TierFull
-from kvtier.metrics import Metrics
+from kvtier.nvme.counting import Counts
 from kvtier.nvme.directory import Directory
 from kvtier.nvme.extents import PAGE, Extent
 from kvtier.nvme.holds import Holds
@@ -68,9 +68,12 @@ class Space:
 
     Args:
         directory, index, recency, segments: the opened parts.
-        holds, lock: what this process holds, and the lock that covers it.
+        holds: what this process holds.
         min_free_bytes: what the file system must keep free when the segments grow.
-        metrics, name: where to count, and as which tier.
+        counts: where to count.
+
+    Attributes:
+        lock: covers `holds`.
     """
 
     def __init__(
@@ -81,8 +84,7 @@ class Space:
         segments: Segments,
         holds: Holds,
         min_free_bytes: int,
-        metrics: Metrics,
-        name: str,
+        counts: Counts,
     ) -> None:
         self._directory = directory
         self._index = index
@@ -90,8 +92,7 @@ class Space:
         self._segments = segments
         self._holds = holds
         self._min_free_bytes = min_free_bytes
-        self._metrics = metrics
-        self._name = name
+        self._counts = counts
         self._writer = directory.writer
         self.lock = threading.Lock()
         self._victims: deque[Victim] = deque()
@@ -101,7 +102,7 @@ class Space:
         self._wanted = True
         self._preparing = False
         self._blocked_by = ""
-        self._preparer = threading.Thread(target=self._prepare_ahead, name=f"kvtier-{name}-prepare", daemon=True)
+        self._preparer = threading.Thread(target=self._prepare_ahead, name=f"kvtier-{counts.name}-prepare", daemon=True)
 
     # ---- changes
 
@@ -121,22 +122,18 @@ class Space:
             raise
         else:
             self._recency.retire(change.rows)
-            self.publish(state)
+            self._counts.sums(state)
         finally:
             if change is not None:
                 with self.lock:
                     self._holds.spare(change.doomed)
 
-    def publish(self, state: State) -> None:
-        """Show the sums as metrics."""
-        self._metrics.occupied_bytes.labels(self._name).set(state.occupied * PAGE)
-        self._metrics.capacity_bytes.labels(self._name).set(state.total * PAGE)
-
     def free(self, pages: Sequence[int]) -> None:
         """End holds of this writer, named by their first pages; what the index refuses now is freed later."""
-        with self.lock:
-            self._owed += pages
-        self.pay()
+        if pages:
+            with self.lock:
+                self._owed += pages
+            self.pay()
 
     def pay(self) -> None:
         """Free what is owed."""
@@ -148,12 +145,12 @@ class Space:
             with self._index.write() as ledger:
                 ledger.free_holds(owed, self._writer)
                 state = ledger.state
-        except TierFull:
-            self._metrics.errors.labels(self._name, "free").inc()
+        except TierFull as error:
+            self._counts.failed("free", error)
             with self.lock:
                 self._owed += owed
         else:
-            self.publish(state)
+            self._counts.sums(state)
 
     # ---- making room
 
@@ -195,7 +192,7 @@ class Space:
         while not evicted and self._plan(kept):
             evicted = self._evict_planned(pages, kept)
         if evicted:
-            self._metrics.evicted_blocks.labels(self._name, "capacity").inc(evicted)
+            self._counts.evicted("capacity", evicted)
         return evicted
 
     def _plan(self, kept: Collection[bytes]) -> bool:
@@ -250,9 +247,9 @@ class Space:
             for hold in holds:
                 ledger.free_holds([hold.extents[0].page], hold.writer)
             state = ledger.state
-        self.publish(state)
+        self._counts.sums(state)
         if holds:
-            _log.info("%s: reclaimed %d reservations of dead writers", self._name, len(holds))
+            _log.info("%s: reclaimed %d holds of dead writers", self._directory.path, len(holds))
         return bool(holds)
 
     # ---- growing
@@ -270,8 +267,7 @@ class Space:
         try:
             self._segments.allocate(step)
         except OSError as error:
-            self._metrics.errors.labels(self._name, "grow").inc()
-            _log.warning("%s: segments cannot grow: %s", self._name, error)
+            self._counts.failed("grow", error)
             self._blocked_by = "no_space_on_device"
             return None
         self._blocked_by = ""
@@ -314,8 +310,7 @@ class Space:
                 again = self._prepare_step()
             except TierError as error:
                 again = False
-                self._metrics.errors.labels(self._name, "prepare").inc()
-                _log.warning("%s: pages are not prepared ahead: %s", self._name, error)
+                self._counts.failed("prepare", error)
             finally:
                 with self._wake:
                     self._preparing = False
@@ -340,8 +335,7 @@ class Space:
             self._segments.zero(step)
         except OSError as error:
             # They are usable as they are; whoever writes to them learns more.
-            self._metrics.errors.labels(self._name, "prepare").inc()
-            _log.warning("%s: pages are not zero-filled: %s", self._name, error)
+            self._counts.failed("prepare", error)
         self.free([step.page])
         return True
 
@@ -366,17 +360,16 @@ class Space:
             state = ledger.state._replace(total=total, prepared=min(ledger.state.prepared, total))
             ledger.state = state
         if beyond:
-            self._metrics.evicted_blocks.labels(self._name, "resize").inc(len(beyond))
-            _log.info("%s: dropped %d blocks beyond the new capacity", self._name, len(beyond))
+            self._counts.evicted("resize", len(beyond))
         self._segments.cut(total)
-        self.publish(state)
+        self._counts.sums(state)
 
     def grow_total(self, total: int) -> None:
         """Raise the capacity, while others may have the directory open."""
         with self._index.write() as ledger:
             ledger.state = ledger.state._replace(total=max(total, ledger.state.total))
             state = ledger.state
-        self.publish(state)
+        self._counts.sums(state)
 
     def close(self) -> None:
         """End the preparer and free what is owed."""

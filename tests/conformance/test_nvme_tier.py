@@ -9,7 +9,6 @@ from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.testing import TierSuite
 from kvtier.tiers import Tier
 
-
 FAULTS = ("leaked_pages", "overlaps", "wrong_sums", "lost_rows", "corrupt")
 
 

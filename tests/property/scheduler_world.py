@@ -59,6 +59,7 @@ class Device:
             self.blocks[copy.dst] = list(self.blocks[copy.src])
         tokens = []
         for at, (request, span) in enumerate(zip(plan.requests, plan.step.spans, strict=True)):
+            assert span.start < span.stop
             kv = self.read(span.block_ids, span.start)
             for position in range(span.start, span.stop):
                 kv.append(digest([*kv, request.tokens[position]]))

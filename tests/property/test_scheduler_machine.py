@@ -26,7 +26,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world = World(choose, num_blocks=blocks, max_running=running, token_budget=budget, hook=hook)
         self.numbers = 0
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), lossy=st.sampled_from([False, False, True]))
+    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), lossy=st.booleans())
     def add(self, prompt: list[int], max_tokens: int, lossy: bool) -> None:
         room = self.world.pool.num_blocks * self.world.pool.block_size
         self.numbers += 1
@@ -54,13 +54,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def clear_device(self) -> None:
         self.world.pool.forget()
 
+    @rule(prompt=PROMPTS, lossy=st.booleans())
+    def reload(self, prompt: list[int], lossy: bool) -> None:
+        """Come to rest, lose the device's cache, and ask for a prefix that may lie in the store."""
+        self.world.drain()
+        self.world.pool.forget()
+        self.add(prompt, 2, lossy)
+
     @precondition(lambda self: self.world.connector is not None and self.world.connector.store)
     @rule(data=st.data())
     def make_lossy(self, data: st.DataObject) -> None:
         """A tier replaced a block's bytes by an approximation that no request has been promised yet."""
         connector = self.world.connector
-        key = data.draw(st.sampled_from(sorted(connector.store)))
-        if not any(key in offer.keys for offer in connector.offers.values()):
+        promised = {key for offer in connector.offers.values() for key in offer.keys}
+        for key in data.draw(st.sets(st.sampled_from(sorted(connector.store)), min_size=1)) - promised:
             connector.store[key] = Stored([digest([value, 1]) for value in connector.store[key].content], exact=False)
 
     @invariant()
@@ -79,4 +86,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)

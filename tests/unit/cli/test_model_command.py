@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from kvtier.cli import main
-from kvtier.cli.models import ensure_default_model
+from kvtier.cli.models import _Lines, ensure_default_model
 from kvtier.engine.models.catalog import DEFAULT_MODEL, default_model_path
 from kvtier.errors import ModelError
 
@@ -62,3 +62,11 @@ def test_a_fetch_without_an_index_shows_its_progress_and_fails_in_one_line(cache
 def test_model_without_a_command_says_what_there_is(cache, capsys):
     assert main(["model"]) == 2
     assert capsys.readouterr().err == "error: Missing command.\n"
+
+
+def test_a_log_file_gets_one_line_per_stage():
+    out = io.StringIO()
+    progress = _Lines(Console(file=out, width=200))
+    for stage, fraction in [("download", 0.0), ("download", 0.5), ("download", 1.0), ("unpack", 0.1), ("unpack", 1.0)]:
+        progress(stage, fraction)
+    assert out.getvalue() == f"{DEFAULT_MODEL}: download\n{DEFAULT_MODEL}: unpack\n"

@@ -56,6 +56,14 @@ def test_explain_names_the_source_of_every_line():
     assert sources["seed"] == "KVTIER_ENGINE__SEED"
     assert sources["level"] == "Python argument"
     assert sources["block_size"] == "default"
+    assert [line for line in lines if line.startswith("[")] == [
+        "[model]",
+        "[engine]",
+        "[tiering]",
+        "[tiering.host]",
+        "[tiering.nvme]",
+        "[log]",
+    ]
     assert tomllib.loads("\n".join(lines))["tiering"]["host"] == {"capacity": "1GiB"}
 
 

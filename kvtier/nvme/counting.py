@@ -1,0 +1,62 @@
+"""Counting: one tier's view of the metrics."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prometheus_client import Counter
+
+from kvtier.metrics import Metrics
+from kvtier.nvme.extents import PAGE
+from kvtier.nvme.ledger import State
+
+__all__ = ["Counts"]
+
+_log = logging.getLogger(__name__)
+
+
+class Counts:
+    """Counts in `metrics` under the tier's name, and logs what failed."""
+
+    def __init__(self, metrics: Metrics, name: str) -> None:
+        self.metrics = metrics
+        self.name = name
+
+    def add(self, metric: Counter, amount: int) -> None:
+        """Count on a metric whose only label is the tier."""
+        if amount:
+            metric.labels(self.name).inc(amount)
+
+    def dropped(self, reason: str, blocks: int) -> None:
+        """Blocks that were not taken."""
+        self.metrics.dropped_blocks.labels(self.name, reason).inc(blocks)
+
+    def evicted(self, reason: str, blocks: int) -> None:
+        """Blocks that had to go."""
+        self.metrics.evicted_blocks.labels(self.name, reason).inc(blocks)
+
+    def failed(self, operation: str, error: Exception | str) -> None:
+        """An error that degrades to a miss or a drop."""
+        self.metrics.errors.labels(self.name, operation).inc()
+        _log.warning("%s: %s failed: %s", self.name, operation, error)
+
+    def fell_back(self, what: str) -> None:
+        """A slower way is taken because the fast one is missing."""
+        self.metrics.fallbacks.labels(self.name, what).inc()
+
+    def sums(self, state: State) -> None:
+        """What is occupied, of how much."""
+        self.metrics.occupied_bytes.labels(self.name).set(state.occupied * PAGE)
+        self.metrics.capacity_bytes.labels(self.name).set(state.total * PAGE)
+
+    def took(self, operation: str, start: float) -> None:
+        """Time since `start` (`time.perf_counter`)."""
+        self.metrics.seconds.labels(self.name, operation).observe(time.perf_counter() - start)
+
+    @contextmanager
+    def timed(self, operation: str) -> Iterator[None]:
+        """Time of the body."""
+        start = time.perf_counter()
+        yield
+        self.took(operation, start)
