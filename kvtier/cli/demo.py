@@ -153,6 +153,8 @@ def _conversation(child: "subprocess.Popen[str]", orders: Orders, errors: IO[str
         message = json.loads(line)
         if message["kind"] == "done":
             return
+        if message["kind"] == "error":
+            raise KVTierError(message["payload"])
         yield message["kind"], message["payload"]
     errors.seek(0)
     last = (errors.read().strip().splitlines() or ["no message"])[-1]
@@ -188,10 +190,10 @@ def _differences(answers: list[Answer]) -> list[str]:
 def _print(console: Console, rows: list[Row], answers: list[Answer], differing: list[str]) -> None:
     tokens = max(answer.prompt_tokens for answer in answers)
     table = Table(
-        title=f"{len(QUESTIONS)} questions about one document of about {tokens:,} tokens", title_justify="left"
+        title=f"{len(QUESTIONS)} questions about one document, prompts of up to {tokens:,} tokens", title_justify="left"
     )
-    for name in ("found in", "tokens reused", "tokens computed", "first token", "speed-up", "moved", "GB/s"):
-        table.add_column(name, justify="left" if name == "found in" else "right")
+    for name in ("found in", "reused", "computed", "first token", "speed-up", "moved", "GB/s"):
+        table.add_column(name, justify="left" if name == "found in" else "right", no_wrap=True)
     for row in rows:
         moved = f"{row['bytes_moved'] / 1e6:,.0f} MB" if row["bytes_moved"] else "-"
         table.add_row(

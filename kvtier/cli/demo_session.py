@@ -6,12 +6,12 @@ and waits to be killed.
 
 import json
 import sys
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtier.api import LLM
 from kvtier.engine import RequestOutput, SamplingParams
+from kvtier.errors import KVTierError
 
 __all__ = ["Answer", "Orders", "main"]
 
@@ -48,12 +48,14 @@ class _Session:
         self.orders = orders
         self.llm = LLM(config=orders.config)
         self.params = SamplingParams(max_tokens=orders.max_tokens, temperature=0.0)
+        # The first forward pass of a process pays for set-up that belongs to no phase.
+        self.llm.generate("Warm up.", SamplingParams(max_tokens=2))
         self._prepare = {
             "cold": self._forget_everything,
             "device": lambda: None,
             "host": self._forget_device,
             "nvme": self._forget_host,
-            "nvme-after-kill": lambda: None,
+            "nvme-after-kill": self._forget_host,
         }
 
     def run(self, phase: str) -> None:
@@ -64,9 +66,9 @@ class _Session:
 
     def _ask(self, phase: str, number: int, question: str) -> Answer:
         messages = [{"role": "user", "content": f"{self.orders.document}\n\n{question}"}]
-        before = self._loaded_bytes()
+        before = self.llm.loaded_bytes()
         output: RequestOutput = self.llm.chat(messages, self.params)
-        after = self._loaded_bytes()
+        after = self.llm.loaded_bytes()
         measured = output.metrics
         return Answer(
             phase=phase,
@@ -80,9 +82,6 @@ class _Session:
             load_s=measured.load_seconds,
             bytes_moved={tier: after[tier] - before[tier] for tier in after},
         )
-
-    def _loaded_bytes(self) -> dict[str, int]:
-        return self.llm.loaded_bytes()
 
     def _forget_device(self) -> None:
         self.llm.clear_device_cache()
@@ -107,13 +106,15 @@ def emit(kind: str, payload: object) -> None:
 def main() -> None:
     """Entry point."""
     orders = Orders(**json.loads(sys.stdin.readline()))
-    began = time.perf_counter()
-    session = _Session(orders)
-    emit("ready", time.perf_counter() - began)
-    for phase in orders.phases:
-        emit("phase", phase)
-        session.run(phase)
-    session.llm.flush()
+    try:
+        session = _Session(orders)
+        for phase in orders.phases:
+            emit("phase", phase)
+            session.run(phase)
+        session.llm.flush()
+    except KVTierError as error:
+        emit("error", str(error))
+        return
     emit("done", None)
     # Stays alive with every tier open: the parent kills it, or lets it end by closing stdin.
     sys.stdin.read()

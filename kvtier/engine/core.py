@@ -48,12 +48,12 @@ class Engine:
         self.options = options or EngineOptions()
         self._tokenizer = model.tokenizer
         self._vocab = model.config.vocab
-        self._hook, worker = hooks or (None, None)
+        self._hook = hooks[0] if hooks else None
         pool = _device_pool(model, self.options)
         self._blocks = pool.blocks
         self.max_model_len = _context(model, self.options, pool)
         self._scheduler = Scheduler(pool.blocks, self.options.max_running, self.options.token_budget, self._hook)
-        self._runner = Runner(model.model, pool, worker)
+        self._runner = Runner(model.model, pool, hooks[1] if hooks else None)
         self._streams: dict[str, TextStream] = {}
         self._numbers = count()
 

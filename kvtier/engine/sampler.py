@@ -1,6 +1,6 @@
 """Sampler: logits to tokens, one draw per row, the same draw in whatever batch the row is.
 
-A row's randomness is a function of (seed, index of the output token) alone: SplitMix64 (Steele, Lea, Flood 2014) as
+A row's randomness is a function of (seed, position in the output) alone: SplitMix64 (Steele, Lea, Flood 2014) as
 a counter-based generator. So a request that was preempted, or that shares its steps with others, goes on as if alone.
 """
 
@@ -27,7 +27,7 @@ class Draw(NamedTuple):
 
     params: SamplingParams
     seed: int
-    index: int
+    position: int
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
@@ -79,7 +79,7 @@ def _draw_rows(logits: Tensor, best: Tensor, draws: Sequence[Draw]) -> Tensor:
     heat = torch.tensor([draw.params.temperature for draw in draws], dtype=torch.float32, device=device)
     # Shifted first: the quotient by a tiny temperature can then overflow to -inf only.
     probabilities = torch.softmax((logits - best[:, None]) / heat[:, None], dim=-1)
-    points = torch.from_numpy(uniforms([draw.seed for draw in draws], [draw.index for draw in draws])).to(device)
+    points = torch.from_numpy(uniforms([draw.seed for draw in draws], [draw.position for draw in draws])).to(device)
     tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
     limited = torch.tensor([bool(draw.params.top_k) or draw.params.top_p < 1 for draw in draws], device=device)
     if limited.any():

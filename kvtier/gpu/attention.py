@@ -32,7 +32,7 @@ __all__ = ["PagedAttention"]
 # more than padding does.
 _CPU_GATHER_BYTES, _CUDA_GATHER_BYTES = 8 << 20, 256 << 20
 _CPU_QUERY_ROWS, _CUDA_QUERY_ROWS = 64, 512
-_CPU_PADDING_TOKENS, _CUDA_PADDING_TOKENS = 256, 1 << 16
+_CPU_PADDING_TOKENS, _CUDA_PADDING_TOKENS = 128, 1 << 16
 
 
 class PagedAttention:

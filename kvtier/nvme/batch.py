@@ -63,7 +63,7 @@ class Batch:
         failed = False
         try:
             self._move_share(share)
-        except Exception:  # a thread's top level
+        except Exception:  # noqa: BLE001  a thread's top level
             _log.exception("a batch of %d blocks failed", len(share))
             failed = True
         self._end(share, failed=failed)

@@ -95,6 +95,11 @@ class Index:
             self._dbs = {name: self._env.open_db(name.encode()) for name in DATABASES}
         self._names = Names(self._dbs["names"])
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that opened it, which must not touch it."""
+        return os.getpid() != self._pid
+
     # ---- transactions
 
     @contextmanager
@@ -144,7 +149,7 @@ class Index:
             self._leave()
 
     def _begin(self, lock: "threading.Lock | None", *, write: bool = False) -> Any:
-        if os.getpid() != self._pid:
+        if self.forked:
             raise TierUnavailable(f"the index {self._path} was opened before a fork: open the tier in the child")
         while True:
             self._enter()

@@ -158,7 +158,7 @@ class Ledger:
         names: shared by all ledgers of the process.
     """
 
-    __slots__ = ("_blk", "_dbs", "_names", "_stored", "free", "state", "txn")
+    __slots__ = ("_blk", "_dbs", "_freed", "_names", "_stored", "free", "state", "txn")
 
     def __init__(self, txn: Any, dbs: Mapping[str, Any], names: Names) -> None:
         self.txn = txn
@@ -166,12 +166,15 @@ class Ledger:
         self._dbs = dbs
         self._blk = dbs["blk"]
         self._names = names
+        self._freed: list[Extent] = []
         packed = txn.get(b"state", db=dbs["meta"])
         self.state = State(*_STATE.unpack(packed)) if packed else State()
         self._stored = self.state
 
     def save(self) -> None:
-        """Store the sums; before the commit."""
+        """Store the sums, and the pages that became free, joined; before the commit."""
+        self.free.add(self._freed)
+        self._freed = []
         if self.state != self._stored:
             self.txn.put(b"state", _STATE.pack(*self.state), db=self._dbs["meta"])
             self._stored = self.state
@@ -232,7 +235,7 @@ class Ledger:
         self.txn.delete(key, db=self._blk)
         self.state = self.state._replace(used=self.state.used - _pages(record.extents))
         if keeper is None:
-            self.free.add(record.extents)
+            self.release(record.extents)
         else:
             self._hold(Hold(keeper, preparing=False, extents=record.extents))
 
@@ -259,7 +262,12 @@ class Ledger:
 
     def free_holds(self, pages: Sequence[int], writer: bytes) -> None:
         """End holds of a writer, named by their first pages, and free their pages."""
-        self.free.add(extent for page in pages for extent in self.end_hold(page, writer))
+        for page in pages:
+            self.release(self.end_hold(page, writer))
+
+    def release(self, extents: Sequence[Extent]) -> None:
+        """Free pages that are neither held nor a record's any more. The next transaction can take them."""
+        self._freed += extents
 
     def holds(self) -> list[Hold]:
         """All holds."""
@@ -292,7 +300,7 @@ class Ledger:
         self.state = state._replace(prepared=start + pages)
         extent = Extent(start, pages)
         if writer is None:
-            self.free.add([extent])
+            self.release([extent])
         else:
             self._hold(Hold(writer, preparing=True, extents=(extent,)))
         return True

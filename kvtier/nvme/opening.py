@@ -1,7 +1,6 @@
 """Opening a directory: what is checked and repaired before the first block is served, and what closing leaves."""
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from kvtier.nvme.extents import PAGE
 from kvtier.nvme.holds import Holds
 from kvtier.nvme.index import Index, missing_bytes
 from kvtier.nvme.recency import Recency
-from kvtier.nvme.segments import Segments, takes_direct_io
+from kvtier.nvme.segments import Segments, disk_free, takes_direct_io
 from kvtier.nvme.space import Space
 
 __all__ = ["NvmeOptions", "Opened", "open_directory"]
@@ -188,9 +187,3 @@ def _restore_recency(opened: Opened) -> None:
     with opened.index.write() as ledger:
         for key, record in ledger.records():
             opened.recency.restore(record.row, ledger.ref(key, record))
-
-
-def disk_free(path: Path) -> int:
-    """Bytes that unprivileged processes may still write to the file system."""
-    status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize

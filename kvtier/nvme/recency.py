@@ -32,6 +32,7 @@ _HEADER = np.dtype([("magic", "S8"), ("uuid", "S16"), ("clock", "<u8"), ("rows",
 _ROW = np.dtype([("stamp", "<u8"), ("key", "<u8", 2), ("parent", "<u8"), ("depth", "<i4"), ("spare", "<u4")])
 _GROWTH = 4096
 _STALE_AT_ONCE = 4096
+_NEVER = np.iinfo(np.uint64).max
 
 
 class Victim(NamedTuple):
@@ -175,9 +176,12 @@ class Recency:
         """
         current = self._current().copy()
         stamps = _effective(current)
-        stamps[list(self._stale)] = stamps[list(spared)] = np.iinfo(np.uint64).max
+        known = np.array(list(self._stale), np.int64)
+        # One that has a stamp was reused by another process.
+        stamps[known[current["stamp"][known] == 0]] = _NEVER
+        stamps[np.fromiter(spared, np.int64)] = _NEVER
         stale = np.flatnonzero((current["stamp"] == 0) & (stamps == 0))[:_STALE_AT_ONCE]
-        stamps[stale] = np.iinfo(np.uint64).max
+        stamps[stale] = _NEVER
         oldest = _oldest(stamps, current["depth"], count)
         return [
             Victim(int(row), current["key"][row].tobytes(), int(current["stamp"][row]))
@@ -242,8 +246,7 @@ def _levels(
 
 def _oldest(stamps: NDArray[np.uint64], depth: NDArray[np.int32], count: int) -> NDArray[np.int64]:
     """The `count` oldest rows, deepest first among equals; rows with the highest possible stamp never."""
-    never = np.iinfo(np.uint64).max
-    candidates = np.flatnonzero(stamps != never)
+    candidates = np.flatnonzero(stamps != _NEVER)
     if len(candidates) > count:
         bound = np.partition(stamps[candidates], count - 1)[count - 1]
         candidates = candidates[stamps[candidates] <= bound]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvtier.nvme.extents import PAGE, Extent
 
-__all__ = ["Segments", "aligned_buffer", "takes_direct_io"]
+__all__ = ["Segments", "aligned_buffer", "disk_free", "takes_direct_io"]
 
 _ZEROS_PAGES = 1024
 
@@ -38,6 +38,12 @@ def takes_direct_io(directory: Path) -> bool:
     finally:
         with suppress(FileNotFoundError):
             probe.unlink()
+
+
+def disk_free(path: Path) -> int:
+    """Bytes that unprivileged processes may still write to the file system."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 class Segments:

@@ -4,7 +4,6 @@ In this order: pages never used so far, records that nobody needs, what dead wri
 """
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,7 +18,7 @@ from kvtier.nvme.holds import Holds
 from kvtier.nvme.index import Index
 from kvtier.nvme.ledger import Ledger, Record, State
 from kvtier.nvme.recency import Recency, Victim
-from kvtier.nvme.segments import Segments
+from kvtier.nvme.segments import Segments, disk_free
 
 __all__ = ["Change", "Space"]
 
@@ -170,20 +169,16 @@ class Space:
         while True:
             with self._index.read() as ledger:
                 state = ledger.state
-                if state.free >= pages and not more:
-                    self._ask_ahead(state)
-                    return ""
-                if kept is None:
-                    kept = set(protected(ledger))
+            if state.free >= pages and not more:
+                self._ask_ahead(state)
+                return ""
             missing = pages - state.free
-            found = (
-                self._await_preparer()
-                or self._grow(state, pages if more else missing)
-                or self._evict(missing, kept)
-                or self.reclaim()
-            )
-            if not found:
-                return self._blocked_by or "no_space"
+            if not (self._await_preparer() or self._grow(state, pages if more else missing)):
+                if kept is None:
+                    with self._index.read() as ledger:
+                        kept = protected(ledger)
+                if not (self._evict(missing, kept) or self.reclaim()):
+                    return self._blocked_by or "no_space"
             more = False
 
     def _evict(self, pages: int, kept: Collection[bytes]) -> int:
@@ -220,6 +215,7 @@ class Space:
                     break
                 record = ledger.get(victim.key)
                 if record is None or record.row != victim.row:
+                    self._recency.forget([victim.row])
                     change.rows.append(victim.row)
                 elif victim.key not in kept and self._recency.unused_since(victim):
                     evicted += change.drop(victim.key, record, spare_leased=True)
@@ -235,8 +231,12 @@ class Space:
             writers = {hold.writer for hold in ledger.holds()} - {self._writer}
         if not writers:
             return False
-        with self._directory.exclusive():
-            return self.reclaim_from(self._directory.dead(writers))
+        try:
+            with self._directory.exclusive():
+                return self.reclaim_from(self._directory.dead(writers))
+        except OSError as error:
+            self._counts.failed("reclaim", error)
+            return False
 
     def reclaim_from(self, dead: Collection[bytes]) -> bool:
         """Free what these writers held; whether there was something."""
@@ -260,11 +260,10 @@ class Space:
         if not step.pages:
             self._blocked_by = ""
             return None
-        status = os.statvfs(self._directory.path)
-        if status.f_bavail * status.f_frsize - step.pages * PAGE < self._min_free_bytes:
-            self._blocked_by = "free_space_floor"
-            return None
         try:
+            if disk_free(self._directory.path) - step.pages * PAGE < self._min_free_bytes:
+                self._blocked_by = "free_space_floor"
+                return None
             self._segments.allocate(step)
         except OSError as error:
             self._counts.failed("grow", error)
@@ -308,7 +307,7 @@ class Space:
                 self._wanted, self._preparing = False, True
             try:
                 again = self._prepare_step()
-            except TierError as error:
+            except (TierError, OSError) as error:
                 again = False
                 self._counts.failed("prepare", error)
             finally:

@@ -15,9 +15,12 @@ from kvtier.errors import TierError, TierFull
 from kvtier.keys import STORE_KEY_BYTES
 from kvtier.metrics import Metrics
 from kvtier.nvme.checking import check_directory
+from kvtier.nvme.counting import Counts
 from kvtier.nvme.extents import PAGE
 from kvtier.nvme.io import BlockIO
 from kvtier.nvme.opening import NvmeOptions, open_directory
+from kvtier.nvme.reading import Reader
+from kvtier.nvme.writing import Writer
 from kvtier.tiers import (
     BlockRef,
     Completions,
@@ -200,11 +203,16 @@ class NvmeTier:
         return True
 
     def close(self) -> None:
-        """See `Tier.close`. Ends all holds; the last process leaves the directory marked clean."""
+        """See `Tier.close`. Ends all holds; the last process leaves the directory marked clean.
+
+        In a child of `fork` it does nothing but forget: everything is the parent's.
+        """
         with self._space.lock:
             if self._holds.closed:
                 return
             self._holds.closed = True
+        if self._index.forked:
+            return
         self._blocks.close()
         opened = self._opened
         try:

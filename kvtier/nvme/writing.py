@@ -255,7 +255,7 @@ class Writer:
             extents = ledger.end_hold(handle.page, self._writer)
             old = ledger.get(ref.key)
             if not extents or (old is not None and old.exact >= ref.exact):
-                ledger.free.add(extents)
+                ledger.release(extents)
                 change.rows.append(row)
                 continue
             if old is not None:

@@ -29,7 +29,7 @@ class TestNvmeTier(TierSuite):
         close = NvmeTier.close
 
         def checked(tier: NvmeTier) -> None:
-            if not tier._closed:
+            if not tier._holds.closed:
                 report = tier.check(verify=True)
                 assert not any(report[fault] for fault in FAULTS), report
             close(tier)

@@ -7,6 +7,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_world import Stored, World, digest
 
+from kvtier.engine.request import State
+
 # Prompts are beginnings of these, so that requests share prefixes of every length.
 TEXTS = ([*range(24)], [*range(9), *range(30, 45)], [7] * 24)
 PROMPTS = st.builds(lambda text, length: text[:length], st.sampled_from(TEXTS), st.integers(1, 24))
@@ -45,6 +47,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.world.abort(data.draw(st.sampled_from(sorted(self.world.live))))
+
+    @precondition(lambda self: self.world.connector is not None)
+    @rule(prompt=PROMPTS)
+    def abort_load_and_go_on(self, prompt: list[int]) -> None:
+        """Blocks that a copy still writes to must not be given to the next request."""
+        for request in [request for request in self.world.live.values() if request.state is State.LOADING]:
+            self.world.abort(request.id)
+            self.add(prompt[::-1], 4, lossy=False)
+        self.world.step()
 
     @rule()
     def abort_unknown(self) -> None:

@@ -228,7 +228,7 @@ class Connector:
     def end(self, plan: TransferPlan) -> TransferResults:
         finished, failed = [], {}
         for job in [*self.load_jobs, *(job for job in self.save_jobs if job not in plan.saves)]:
-            if self.choose(2):
+            if self.choose(4 if job in self.load_jobs else 2):
                 continue
             good = self._end_load(job) if job in self.load_jobs else self._end_save(job)
             if good is None:
@@ -323,7 +323,9 @@ class World:
             if not (self.live or self.scheduler.busy):
                 return
             self.step()
-        raise AssertionError(f"no progress: {[(r.id, r.state, r.num_computed, r.num_tokens) for r in self.live.values()]}")
+        raise AssertionError(
+            f"no progress: {[(r.id, r.state, r.num_computed, r.num_tokens) for r in self.live.values()]}"
+        )
 
     def check(self) -> None:
         """Books against reality: references, states, contents of every published block."""

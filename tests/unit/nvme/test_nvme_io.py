@@ -1,0 +1,133 @@
+"""Bytes between callers' buffers and segment files, against the files' own content."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.nvme.extents import PAGE, Extent, pages_for
+from kvtier.nvme.io import BlockIO, Transfer
+from kvtier.nvme.segments import Segments, aligned_buffer, takes_direct_io
+
+_FILE_PAGES = 64
+
+
+@pytest.fixture(params=[True, False], ids=["direct", "buffered"])
+def segments(request: pytest.FixtureRequest, tmp_path: Path) -> Segments:
+    if request.param and not takes_direct_io(tmp_path):
+        pytest.skip("no O_DIRECT here")
+    segments = Segments(tmp_path, _FILE_PAGES, direct=request.param)
+    segments.allocate(Extent(0, 4 * _FILE_PAGES))
+    return segments
+
+
+def _buffer(nbytes: int, offset: int) -> np.ndarray:
+    return aligned_buffer(pages_for(nbytes + offset) * PAGE + PAGE)[offset : offset + nbytes]
+
+
+def _on_disk(directory: Path) -> bytes:
+    return b"".join((directory / f"seg-{number:05}.kv").read_bytes() for number in range(4))
+
+
+def test_takes_direct_io_leaves_nothing_behind(tmp_path: Path) -> None:
+    takes_direct_io(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("offset", [0, 1, 512])
+@pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 77])
+def test_any_length_and_alignment(segments: Segments, tmp_path: Path, nbytes: int, offset: int) -> None:
+    blocks = BlockIO(segments, 1, "t")
+    source = _buffer(nbytes, offset)
+    source[:] = np.frombuffer(random.Random(nbytes).randbytes(nbytes), np.uint8)
+    extents = (Extent(_FILE_PAGES - 1, pages_for(nbytes)),)  # crosses into the next file
+    assert blocks.write([Transfer(extents, nbytes, source)]) == [None]
+    stored = _on_disk(tmp_path)[(_FILE_PAGES - 1) * PAGE :][: pages_for(nbytes) * PAGE]
+    assert stored == source.tobytes() + bytes(len(stored) - nbytes)
+    target = _buffer(nbytes, 4096 - offset)
+    assert blocks.read([Transfer(extents, nbytes, target)]) == [None]
+    assert target.tobytes() == source.tobytes()
+
+
+def test_random_scattered_batches(segments: Segments) -> None:
+    dice = random.Random(1)
+    blocks = BlockIO(segments, 2, "t")
+    for _ in range(20):
+        pages = list(range(4 * _FILE_PAGES))
+        items: list[Transfer] = []
+        while len(pages) > 24:
+            extents = []
+            for _ in range(dice.randint(1, 3)):
+                count = dice.randint(1, 5)
+                extents.append(Extent(pages[0], count))
+                del pages[: count + dice.randint(0, 1)]
+            nbytes = sum(extent.pages for extent in extents) * PAGE - dice.choice([0, 1, 100, PAGE - 1])
+            data = _buffer(nbytes, dice.choice([0, 0, 64]))
+            data[:] = np.frombuffer(dice.randbytes(nbytes), np.uint8)
+            items.append(Transfer(tuple(extents), nbytes, data))
+        dice.shuffle(items)
+        assert not any(blocks.write(items))
+        copies = [Transfer(item.extents, item.nbytes, _buffer(item.nbytes, dice.choice([0, 8]))) for item in items]
+        shares = blocks.shares(copies)
+        assert sorted(at for share in shares for at in share) == list(range(len(copies)))
+        for share in shares:
+            for window in blocks.windows(copies, share):
+                assert not any(blocks.read([copies[at] for at in window]))
+        assert [copy.data.tobytes() for copy in copies] == [item.data.tobytes() for item in items]
+
+
+def test_a_contiguous_run_is_one_call(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    preadv = os.preadv
+
+    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(len(buffers))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    items = [Transfer((Extent(4 * at, 4),), 4 * PAGE, _buffer(4 * PAGE, 0)) for at in range(16)]
+    assert not any(BlockIO(segments, 1, "t").read(items))
+    assert calls == [16]
+
+
+def test_short_transfers_go_on(segments: Segments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv, pwritev = os.preadv, os.pwritev
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:PAGE]], offset))
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: pwritev(fd, [buffers[0][:PAGE]], offset))
+    source, target = _buffer(5 * PAGE, 0), _buffer(5 * PAGE, 0)
+    source[:] = np.arange(5 * PAGE) % 251
+    blocks = BlockIO(segments, 1, "t")
+    assert blocks.write([Transfer((Extent(2, 5),), 5 * PAGE, source)]) == [None]
+    assert blocks.read([Transfer((Extent(2, 5),), 5 * PAGE, target)]) == [None]
+    assert target.tobytes() == source.tobytes() == _on_disk(tmp_path)[2 * PAGE : 7 * PAGE]
+
+
+def test_an_error_hits_only_what_it_touched(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+
+    def broken(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset == 8 * PAGE:
+            raise OSError(5, "Input/output error")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", broken)
+    items = [Transfer((Extent(8 * at, 1),), PAGE, _buffer(PAGE, 0)) for at in range(3)]
+    errors = BlockIO(segments, 1, "t").read(items)
+    assert [error is None for error in errors] == [True, False, True]
+
+
+def test_a_file_that_ends_early_is_an_error(segments: Segments, tmp_path: Path) -> None:
+    os.truncate(tmp_path / "seg-00000.kv", PAGE)
+    error = BlockIO(segments, 1, "t").read([Transfer((Extent(0, 2),), 2 * PAGE, _buffer(2 * PAGE, 0))])[0]
+    assert error is not None
+    assert "ends at byte 4096" in str(error)
+
+
+def test_cut_gives_space_back(segments: Segments, tmp_path: Path) -> None:
+    segments.cut(_FILE_PAGES + 3)
+    assert {path.name: path.stat().st_size for path in tmp_path.iterdir()} == {
+        "seg-00000.kv": _FILE_PAGES * PAGE,
+        "seg-00001.kv": 3 * PAGE,
+    }
