@@ -37,7 +37,8 @@ class _Stack:
         self.config = load_config(overrides).config
         self.model = _load(self.config)
         self._owns_store = store is None
-        self.store = store or open_store(self.config.tiering)
+        block_bytes = self.model.model.layout(self.config.engine.block_size).block_bytes()
+        self.store = store or open_store(self.config.tiering, block_bytes=block_bytes)
         self.connection: Connection | None = None
         try:
             self.engine = self._engine()

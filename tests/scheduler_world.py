@@ -4,8 +4,9 @@ The KV of a token is a digest of the KV of all tokens before it, as read through
 The next token is a digest of all KV. `continuation` is the same model without any memory to manage.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 from zlib import crc32
 
 from kvtier.engine.params import SamplingParams
@@ -91,16 +92,64 @@ class Offer:
     abandoned: bool = False
 
 
+@dataclass
+class Fate:
+    """What befalls transfers; by default everything goes well and at once."""
+
+    lookup: int = 0
+    starting: bool = True
+    loading: bool = True
+    saving: bool = True
+    arriving: int | None = None
+
+    def lookup_steps(self) -> int:
+        return self.lookup
+
+    def load_starts(self) -> bool:
+        return self.starting
+
+    def load_ends(self) -> bool:
+        return self.loading
+
+    def save_ends(self) -> bool:
+        return self.saving
+
+    def good_copies(self, copies: int) -> int:
+        return copies if self.arriving is None else min(self.arriving, copies)
+
+
+class RandomFate(Fate):
+    """Delays and failures at random."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+
+    def lookup_steps(self) -> int:
+        return self._random.randrange(3)
+
+    def load_starts(self) -> bool:
+        return self._random.random() < 0.5
+
+    def load_ends(self) -> bool:
+        return self._random.random() < 0.25
+
+    def save_ends(self) -> bool:
+        return self._random.random() < 0.5
+
+    def good_copies(self, copies: int) -> int:
+        return copies if self._random.random() < 0.7 else self._random.randrange(copies)
+
+
 class Connector:
-    """Both hook halves over a dict, with delays and failures decided by `choose(upper bound)`.
+    """Both hook halves over a dict.
 
     Saves read the device as late as the protocol allows: at a fence, or when they end. Loads leave garbage behind
     from their start to their end.
     """
 
-    def __init__(self, device: Device, choose: Callable[[int], int]) -> None:
+    def __init__(self, device: Device, fate: Fate) -> None:
         self.device = device
-        self.choose = choose
+        self.fate = fate
         self.store: dict[bytes, Stored] = {}
         self.jobs = 0
         self.offers: dict[str, Offer] = {}
@@ -108,7 +157,6 @@ class Connector:
         self.load_jobs: dict[int, tuple[str, tuple[Load, ...], list[list[int]]]] = {}
         self.save_jobs: dict[int, tuple[tuple[Save, ...], list[tuple[bytes, bool]], list[list[int]] | None]] = {}
         self.saved: dict[str, int] = {}
-        self.armed: set[int] = set()
 
     # ---- scheduler half
 
@@ -122,7 +170,7 @@ class Connector:
                 keys.append(key)
             if len(keys) * self.device.size <= device_tokens:
                 return Match(0)
-            offer = self.offers[request.id] = Offer(self.choose(3), keys)
+            offer = self.offers[request.id] = Offer(self.fate.lookup_steps(), keys)
         assert not offer.abandoned
         if offer.waits:
             offer.waits -= 1
@@ -147,7 +195,7 @@ class Connector:
     def plan(self, step: Step) -> TransferPlan:
         loads, saves = {}, {}
         for request_id, offer in self.offers.items():
-            if offer.block_ids and offer.job is None and self.choose(2):
+            if offer.block_ids and offer.job is None and self.fate.load_starts():
                 offer.job = self._next_job()
                 loads[offer.job] = tuple(Load(Span(0, 0, 1), block) for block in offer.block_ids)
                 contents = [list(self.store[key].content) for key in offer.keys[offer.first :]]
@@ -227,26 +275,20 @@ class Connector:
 
     def end(self, plan: TransferPlan) -> TransferResults:
         finished, failed = [], {}
-        for job in [*self.load_jobs, *(job for job in self.save_jobs if job not in plan.saves)]:
-            if self.choose(4 if job in self.load_jobs else 2):
-                continue
-            good = self._end_load(job) if job in self.load_jobs else self._end_save(job)
-            if good is None:
+        for job, (_, copies, contents) in self.load_jobs.items():
+            if self.fate.load_ends():
+                good = self.fate.good_copies(len(copies))
+                for copy, content in list(zip(copies, contents, strict=True))[:good]:
+                    self.device.blocks[copy.block_id] = content
+                if good < len(copies):
+                    failed[job] = good
+                else:
+                    finished.append(job)
+        for job in self.save_jobs:
+            if job not in plan.saves and self.fate.save_ends():
+                self._read(job)
                 finished.append(job)
-            else:
-                failed[job] = good
         return TransferResults(tuple(finished), failed)
-
-    def _end_load(self, job: int) -> int | None:
-        _, copies, contents = self.load_jobs[job]
-        good = len(copies) if self.choose(3) else self.choose(len(copies))
-        for copy, content in list(zip(copies, contents, strict=True))[:good]:
-            self.device.blocks[copy.block_id] = content
-        return None if good == len(copies) else good
-
-    def _end_save(self, job: int) -> int | None:
-        self._read(job)
-        return None
 
 
 class World:
@@ -254,17 +296,16 @@ class World:
 
     def __init__(
         self,
-        choose: Callable[[int], int],
         *,
         num_blocks: int,
         block_size: int = 4,
         max_running: int = 3,
         token_budget: int = 8,
-        hook: bool = True,
+        fate: Fate | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self.device = Device(num_blocks, block_size)
-        self.connector = Connector(self.device, choose) if hook else None
+        self.connector = Connector(self.device, fate) if fate else None
         self.budget, self.max_running = token_budget, max_running
         self.scheduler = Scheduler(self.pool, max_running, token_budget, self.connector)
         self.live: dict[str, Request] = {}

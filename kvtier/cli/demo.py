@@ -11,6 +11,7 @@ from dataclasses import asdict
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import IO, Annotated, Any, TypedDict
+from uuid import uuid4
 
 import typer
 from rich.console import Console
@@ -57,10 +58,10 @@ def demo(
     console = Console(stderr=as_json)
     chosen = _tiers(tiers)
     source = model or str(ensure_default_model(console))
-    # On the disk of the cache directory: /tmp is often memory, and this is a tier that survives.
-    directory = Path(tempfile.mkdtemp(prefix="demo-", dir=cache_dir()))
+    # On the disk of the cache directory: /tmp is often memory. The tier itself makes it, once the model is loaded.
+    directory = cache_dir() / f"demo-{uuid4().hex[:12]}"
     try:
-        config = _config(source, device, dtype, chosen, directory / "nvme")
+        config = _config(source, device, dtype, chosen, directory)
         answers = _run(config, chosen, console)
     finally:
         shutil.rmtree(directory, ignore_errors=True)

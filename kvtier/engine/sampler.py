@@ -38,11 +38,11 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         draws: R of them.
 
     Raises:
-        ModelError: a row holds NaN, so the model computed nonsense.
+        ModelError: a row's largest logit is not finite, so the model computed nonsense.
     """
     best, tokens = logits.max(dim=-1)
-    if torch.isnan(best).any():
-        raise ModelError("the model's logits are not numbers (NaN): check its weights, or use dtype float32")
+    if not torch.isfinite(best).all():
+        raise ModelError("the model's logits are not finite numbers: check its weights, or use dtype float32")
     random = [row for row, draw in enumerate(draws) if not draw.params.greedy]
     if random:
         rows = torch.tensor(random, device=logits.device)
@@ -77,6 +77,7 @@ def _draw_rows(logits: Tensor, best: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Sampled tokens int64 [R], of rows with a temperature above 0; `best` float32 [R] is each row's largest logit."""
     device = logits.device
     heat = torch.tensor([draw.params.temperature for draw in draws], dtype=torch.float32, device=device)
+    heat.clamp_(min=torch.finfo(torch.float32).tiny)
     # Shifted first: the quotient by a tiny temperature can then overflow to -inf only.
     probabilities = torch.softmax((logits - best[:, None]) / heat[:, None], dim=-1)
     points = torch.from_numpy(uniforms([draw.seed for draw in draws], [draw.position for draw in draws])).to(device)

@@ -91,7 +91,7 @@ class BlockPool:
         """
         if not 0 <= count <= len(self._free):
             raise CapacityError(
-                f"{count} blocks: {len(self._free)} of {self.num_blocks} are free; release some, or make the pool larger"
+                f"{count} blocks: {len(self._free)} of {self.num_blocks} are free; release some or make the pool larger"
             )
         taken = [self._free.pop_first() for _ in range(count)]
         for block_id in taken:

@@ -29,7 +29,16 @@ _SLACK = 64 << 20
 _READERS = 1024
 _META_MAGIC = 0xBEEFC0DE
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-_DAMAGE = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.VersionMismatchError)
+_DAMAGE = (
+    lmdb.BadDbiError,
+    lmdb.BadTxnError,
+    lmdb.CorruptedError,
+    lmdb.IncompatibleError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.VersionMismatchError,
+)
 
 
 class DamagedIndex(CorruptObject, TierUnavailable):

@@ -116,18 +116,18 @@ class Recency:
         Raises:
             OSError: the disk has no room for more rows.
         """
-        taken: list[int] = []
+        taken: dict[int, None] = {}  # a row may be retired a second time meanwhile
         current = self._current()
         while self._stale and len(taken) < count:
             row, _ = self._stale.popitem()
             record = ledger.get(current["key"][row].tobytes())
             if record is None or record.row != row:
-                taken.append(row)
+                taken[row] = None
         used = len(current)
         missing = count - len(taken)
         self._grow(used + missing)
         self._header["rows"] = used + missing
-        return taken + list(range(used, used + missing))
+        return [*taken, *range(used, used + missing)]
 
     def _grow(self, rows: int) -> None:
         if rows <= int(self._header["capacity"][0]):
@@ -174,9 +174,9 @@ class Recency:
 
         Rows that look stale come first and beyond the count.
         """
-        current = self._current().copy()
-        stamps = _effective(current)
         known = np.array(list(self._stale), np.int64)
+        current = self._current().copy()  # after `known`, whose rows it then has
+        stamps = _effective(current)
         # One that has a stamp was reused by another process.
         stamps[known[current["stamp"][known] == 0]] = _NEVER
         stamps[np.fromiter(spared, np.int64)] = _NEVER

@@ -214,6 +214,8 @@ class Space:
                 except IndexError:  # another thread took the last one
                     break
                 record = ledger.get(victim.key)
+                if not self._recency.matches(victim.row, victim.key):
+                    continue  # reused since it was planned
                 if record is None or record.row != victim.row:
                     self._recency.forget([victim.row])
                     change.rows.append(victim.row)

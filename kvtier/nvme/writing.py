@@ -268,9 +268,11 @@ class Writer:
         return [handle for _, handle in stored]
 
     def abort(self, handles: Sequence[Handle]) -> None:
-        """See `Tier.abort`."""
+        """See `Tier.abort`. After `close`, which ended all reservations, nothing happens."""
         freed: list[int] = []
         with self._lock:
+            if self._holds.closed:
+                return
             for handle in handles:
                 if isinstance(handle, NvmeHandle) and handle in self._holds.reservations:
                     self._holds.end_reservation(handle)

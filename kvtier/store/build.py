@@ -2,6 +2,7 @@
 
 from kvtier.config import NvmeSettings, TieringSettings
 from kvtier.cpu import HostTier
+from kvtier.errors import CapacityError
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.store.tiered import TieredStore
@@ -12,8 +13,15 @@ __all__ = ["open_store"]
 _WRITEBACK_SHARE = 4
 
 
-def open_store(settings: TieringSettings, metrics: Metrics | None = None) -> TieredStore | None:
+def open_store(
+    settings: TieringSettings, *, block_bytes: int = 1, metrics: Metrics | None = None
+) -> TieredStore | None:
     """Open the configured tiers.
+
+    Args:
+        settings: which tiers, where and how large.
+        block_bytes: the largest block that every tier must be able to hold.
+        metrics: shared by the store and its tiers.
 
     Returns:
         The store, or None where tiering is off (`host` is None).
@@ -24,6 +32,7 @@ def open_store(settings: TieringSettings, metrics: Metrics | None = None) -> Tie
     """
     if settings.host is None:
         return None
+    _check_capacities(settings, block_bytes)
     metrics = metrics or Metrics()
     host = HostTier(settings.host.capacity, metrics=metrics)
     try:
@@ -38,6 +47,16 @@ def open_store(settings: TieringSettings, metrics: Metrics | None = None) -> Tie
         writeback_bytes=settings.host.capacity // _WRITEBACK_SHARE,
         accept_lossy=settings.accept_lossy,
     )
+
+
+def _check_capacities(settings: TieringSettings, block_bytes: int) -> None:
+    # Before anything is opened: a directory that can never hold a block is not even made.
+    for name, tier in (("host", settings.host), ("nvme", settings.nvme)):
+        if tier is not None and tier.capacity < block_bytes:
+            raise CapacityError(
+                f"tiering.{name}.capacity = {tier.capacity} bytes: one KV block of this model has {block_bytes}; "
+                f"give the tier at least that much, or switch it off"
+            )
 
 
 def _open_nvme(settings: NvmeSettings, metrics: Metrics) -> NvmeTier:

@@ -68,6 +68,7 @@ def store(below: FaultyTier) -> Iterator[TieredStore]:
     with contextlib.closing(store):
         yield store
         below.fault = ""
+        store.flush()
         stats = store.stats()
         assert all(stats[tier][what] == 0 for tier in ("host", "faulty") for what in ("leases", "reservations"))
 

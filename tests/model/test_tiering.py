@@ -120,13 +120,15 @@ def test_equal_prompts_at_once_load_together(llm: LLM, prompts: list[str], refer
     assert all(stats[tier][what] == 0 for tier in ("host", "nvme") for what in ("leases", "reservations"))
 
 
-def test_flipped_bytes_on_nvme_cost_a_recompute(llm: LLM, prompts: list[str], reference: list[list[int]]) -> None:
+def test_flipped_bytes_on_nvme_cost_a_recompute(
+    llm: LLM, tmp_path: Path, prompts: list[str], reference: list[list[int]]
+) -> None:
     llm.generate(prompts[0], GREEDY)
     llm.flush()
     llm.clear_device_cache()
     llm.clear_tier("host")
     assert llm.store is not None
-    for segment in Path(llm.store.lower[0].path).glob("seg-*.kv"):
+    for segment in (tmp_path / "nvme").glob("seg-*.kv"):
         with segment.open("r+b") as file:
             # One byte in the middle of every block: nothing of the file may be used.
             for at in range(block_bytes(llm) // 2, segment.stat().st_size, block_bytes(llm)):

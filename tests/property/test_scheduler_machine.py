@@ -1,11 +1,9 @@
 """The scheduler under random requests, loads, failures, aborts and a tiny pool: right outputs, no leak, progress."""
 
-import random
-
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_world import Stored, World, digest
+from scheduler_world import RandomFate, Stored, World, digest
 
 from kvtier.engine.request import State
 
@@ -23,9 +21,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         hook=st.sampled_from([True, True, True, False]),
     )
     def start(self, seed: int, blocks: int, running: int, budget: int, hook: bool) -> None:
-        # Delays and failures by a generator of their own: drawn one by one, they would nearly all be zero.
-        choose = random.Random(seed).randrange
-        self.world = World(choose, num_blocks=blocks, max_running=running, token_budget=budget, hook=hook)
+        # Delays and failures have a generator of their own: drawn one by one, they would nearly all be zero.
+        fate = RandomFate(seed) if hook else None
+        self.world = World(num_blocks=blocks, max_running=running, token_budget=budget, fate=fate)
         self.numbers = 0
 
     @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), lossy=st.booleans())

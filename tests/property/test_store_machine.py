@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvtier.cpu import HostTier
 from kvtier.keys import namespace_index
 from kvtier.metrics import Metrics
-from kvtier.nvme import NvmeTier
+from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.store import Lease, TieredStore
 from kvtier.tiers import BlockRef
 
@@ -40,7 +40,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp())
         metrics = Metrics()
         self.host = HostTier(HOST_BLOCKS * BLOCK, metrics=metrics)
-        self.nvme = NvmeTier(self.directory / "nvme", NVME_BLOCKS * BLOCK, metrics=metrics, min_free_bytes=0)
+        self.nvme = NvmeTier(
+            self.directory / "nvme", NVME_BLOCKS * BLOCK, NvmeOptions(min_free_bytes=0), metrics=metrics
+        )
         self.store = TieredStore(self.host, [self.nvme], metrics=metrics)
         self.depth = dict.fromkeys(range(CHAINS), 0)  # how much of each chain was ever put
         self.leases: list[tuple[int, Lease]] = []

@@ -71,6 +71,25 @@ def test_an_exact_block_takes_the_name_of_one_that_is_not_and_never_the_other_wa
     assert pool.is_exact(exact)
 
 
+def test_of_two_exact_blocks_the_first_keeps_the_name():
+    pool = BlockPool(3, 4)
+    first, second = pool.allocate(2)
+    pool.publish(first, b"a", True)
+    pool.publish(second, b"a", True)
+    assert pool.match([b"a"]) == [first]
+
+
+def test_a_free_block_that_lost_its_name_is_given_out_before_those_with_one():
+    pool = BlockPool(3, 4)
+    (named,) = _published(pool, b"b")
+    (lossy,) = _published(pool, b"a", exact=False)
+    pool.release([named])
+    pool.release([lossy])
+    _published(pool, b"a")
+    pool.check()
+    assert pool.allocate(1) == [lossy]
+
+
 @pytest.mark.parametrize("verb", ["retain", "release"])
 @pytest.mark.parametrize("wrong", [[0, 3], [0, -1], [0, 4]])
 def test_what_nobody_holds_is_refused_before_anything_changes(verb, wrong):

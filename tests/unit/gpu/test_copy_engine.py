@@ -1,6 +1,7 @@
 """CopyEngine: bytes, order, failures, closing."""
 
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -152,7 +153,9 @@ def test_only_rows_of_bytes_are_a_pool():
 
 def test_host_memory_as_a_tensor_is_the_same_memory_even_if_read_only():
     data = bytearray(range(256))
-    assert torch.equal(_tensor_over(memoryview(bytes(data))), torch.arange(256, dtype=torch.uint8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(_tensor_over(memoryview(bytes(data))), torch.arange(256, dtype=torch.uint8))
     _tensor_over(memoryview(data))[3] = 200
     assert data[3] == 200
 

@@ -42,11 +42,16 @@ def test_records_round_trip(tmp_path: Path) -> None:
 
 def test_an_exception_undoes_everything(tmp_path: Path) -> None:
     index = Index(tmp_path, 64, durable=False)
-    with pytest.raises(KeyError), index.write() as ledger:
-        ledger.state = State(total=9, prepared=9)
-        ledger.insert(bytes(16), _record(0))
-        ledger.format("lost")
-        raise KeyError
+
+    def fail() -> None:
+        with index.write() as ledger:
+            ledger.state = State(total=9, prepared=9)
+            ledger.insert(bytes(16), _record(0))
+            ledger.format("lost")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     with index.write() as ledger:
         assert (ledger.state, ledger.blocks) == (State(), 0)
         assert ledger.format("other") == 0

@@ -137,3 +137,18 @@ def test_random_trees_against_the_model(tmp_path: Path, index: Index) -> None:
     expected = {key: (0 if gone(ref) else recent(ref), -ref.depth) for key, ref in refs.items()}
     order = [expected[key] for key in _keys(recency, 1000)]
     assert order == sorted(expected.values())
+
+
+def test_a_row_that_is_retired_twice_is_given_out_once(tmp_path: Path, index: Index) -> None:
+    recency = Recency(tmp_path / "r", _UUID)
+    rows = _enter(recency, index, chain_refs(4))
+    recency.retire(rows)
+
+    class MeanwhileRetiredAgain:
+        """Another thread that met the same stale rows, between any two steps of `take`."""
+
+        def get(self, key: bytes) -> None:
+            recency.retire(rows)
+
+    taken = recency.take(MeanwhileRetiredAgain(), 4)
+    assert sorted(taken) == sorted(rows)
