@@ -179,15 +179,21 @@ def test_an_empty_step():
 
 def test_decodes_are_batched_by_length_within_the_limits():
     geometry, tuning = Geometry(64, 2, 3, 16, torch.device("cpu")), Tuning(64, 1024, 64)
-    stops = [1000, 16, 130, 128, 120, 16, 3, 500, 500]
+    stops = [1000, 16, 130, 128, 120, 16, 3, 500, 500, 500]
     spans = [Span(tuple(range(-(-stop // 16))), stop - 1, stop) for stop in stops]
     plan = make_plan(spans, geometry, tuning, torch.float32)
     batches = [batch.tokens.tolist() for batch in plan.decodes]
     assert sorted(chain.from_iterable(batches)) == list(range(len(stops)))
-    assert [[stops[at] for at in batch] for batch in batches] == [[1000], [500, 500], [130, 128, 120], [16, 16, 3]]
-    assert [batch.length for batch in plan.decodes] == [1000, 500, 130, 16]
+    assert [[stops[at] for at in batch] for batch in batches] == [
+        [1000],
+        [500, 500],
+        [500],
+        [130, 128, 120],
+        [16, 16, 3],
+    ]
+    assert [batch.length for batch in plan.decodes] == [1000, 500, 500, 130, 16]
     assert plan.decodes[0].mask is None
-    assert plan.decodes[2].padding.numel() == 2 * 3 * (2 + 10)
+    assert plan.decodes[3].padding.numel() == 2 * 3 * (2 + 10)
 
 
 @pytest.mark.parametrize(

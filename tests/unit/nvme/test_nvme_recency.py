@@ -145,10 +145,14 @@ def test_a_row_that_is_retired_twice_is_given_out_once(tmp_path: Path, index: In
     recency.retire(rows)
 
     class MeanwhileRetiredAgain:
-        """Another thread that met the same stale rows, between any two steps of `take`."""
+        """Another thread that met the same stale rows, between the first two steps of `take`."""
+
+        calls = 0
 
         def get(self, key: bytes) -> None:
-            recency.retire(rows)
+            self.calls += 1
+            if self.calls == 2:
+                recency.retire(rows)
 
     taken = recency.take(MeanwhileRetiredAgain(), 4)
     assert sorted(taken) == sorted(rows)
