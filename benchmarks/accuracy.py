@@ -17,7 +17,8 @@ from harness import Report, Result, arguments
 from transformers import AutoModelForCausalLM
 
 from kvtier.engine import Engine, EngineOptions, SamplingParams
-from kvtier.engine.models import DenseAttention, load_model
+from kvtier.engine.models import load_model
+from kvtier.engine.models.base import DenseAttention
 from kvtier.engine.models.catalog import cache_dir, fetch_default_model
 
 TIE = 1e-3
@@ -72,7 +73,8 @@ def main() -> None:
         same += mine == ids
         ties += mine != ids and is_tie(reference, prompt, mine, ids)
     params = {"prompts": len(prompts), "tokens": tokens, "dtype": "float32"}
-    report.add(Result("accuracy.greedy", same, "prompts", params, "transformers.generate", len(prompts), same / len(prompts)))
+    peer, count = "transformers.generate", len(prompts)
+    report.add(Result("accuracy.greedy", same, "prompts", params, peer, count, same / count))
     report.add(Result("accuracy.ties", ties, "prompts", params))
     report.write()
 

@@ -95,7 +95,7 @@ def main() -> None:
     args = arguments(__doc__ or "").parse_args()
     torch.set_num_threads(2)
     source = fetch_default_model(cache_dir(), lambda *_: None)
-    loaded = load_model(source, dtype="bfloat16", device="cpu")
+    loaded = load_model(source, torch.bfloat16)
     jobs = workload(loaded.config.vocab, quick=args.quick)
     longest = max(len(job.prompt) + job.output for job in jobs)
     tokens = sum(job.output for job in jobs)

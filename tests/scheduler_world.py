@@ -154,7 +154,7 @@ class Connector:
         self.jobs = 0
         self.offers: dict[str, Offer] = {}
         self.orphans: dict[int, str] = {}
-        self.load_jobs: dict[int, tuple[str, tuple[Load, ...], list[list[int]]]] = {}
+        self.load_jobs: dict[int, tuple[str, tuple[Load, ...], list[list[int]], bool]] = {}
         self.save_jobs: dict[int, tuple[tuple[Save, ...], list[tuple[bytes, bool]], list[list[int]] | None]] = {}
         self.saved: dict[str, int] = {}
 
@@ -199,7 +199,9 @@ class Connector:
                 offer.job = self._next_job()
                 loads[offer.job] = tuple(Load(Span(0, 0, 1), block) for block in offer.block_ids)
                 contents = [list(self.store[key].content) for key in offer.keys[offer.first :]]
-                self.load_jobs[offer.job] = (request_id, loads[offer.job], contents)
+                # Both as they are now: a better copy may take their place while this one is on its way.
+                exact = all(self.store[key].exact for key in offer.keys)
+                self.load_jobs[offer.job] = (request_id, loads[offer.job], contents, exact)
         for span in step.spans:
             full, first = span.stop // self.device.size, self.saved.get(span.request.id, 0)
             if full > first:
@@ -229,13 +231,12 @@ class Connector:
                     if key not in self.store or not self.store[key].exact:
                         self.store[key] = Stored(content, exact)
                 continue
-            request_id, copies, _ = self.load_jobs.pop(job)
+            request_id, copies, _, exact = self.load_jobs.pop(job)
             if job in self.orphans:
                 released.append(self.orphans.pop(job))
                 continue
             offer = self.offers.pop(request_id)
             good = results.failed.get(job, len(copies))
-            exact = all(self.store[key].exact for key in offer.keys)
             loaded[request_id] = ((offer.first + good) * self.device.size, exact)
             if good < len(copies):
                 failed.add(request_id)
@@ -275,7 +276,7 @@ class Connector:
 
     def end(self, plan: TransferPlan) -> TransferResults:
         finished, failed = [], {}
-        for job, (_, copies, contents) in self.load_jobs.items():
+        for job, (_, copies, contents, _exact) in self.load_jobs.items():
             if self.fate.load_ends():
                 good = self.fate.good_copies(len(copies))
                 for copy, content in list(zip(copies, contents, strict=True))[:good]:

@@ -18,6 +18,7 @@ __all__ = ["AsyncEngine"]
 
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.05
+_DRAIN_SECONDS = 5.0
 
 
 class _Mailbox:
@@ -106,6 +107,13 @@ class AsyncEngine:
                 self._fail(error)
         for request_id in list(self._mailboxes):
             self._abort(request_id)
+        self._drain()
+
+    def _drain(self) -> None:
+        """Let the transfers under way arrive, so that the next process finds them; a hung tier is not waited for."""
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while self._engine.busy and time.monotonic() < deadline:
+            self._engine.step()
 
     @property
     def _active(self) -> bool:

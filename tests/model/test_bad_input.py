@@ -99,7 +99,7 @@ def test_device_memory_below_one_block(default_model: Path) -> None:
 def test_contradictions_are_refused(default_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gateway"):
         LLM(default_model, tiering={"host": None, "nvme": {"path": str(tmp_path / "nvme")}})
-    with pytest.raises(ConfigError, match="max_runing.*max_running"):
+    with pytest.raises(ConfigError, match=r"max_runing.*max_running"):
         LLM(default_model, max_runing=4)
     with pytest.raises(ModelError):
         LLM(tmp_path)

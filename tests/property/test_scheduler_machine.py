@@ -95,4 +95,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

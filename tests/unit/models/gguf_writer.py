@@ -33,7 +33,7 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
 
 def byte_vocabulary(size: int) -> list[str]:
     """The 256 byte symbols of GPT-2, one merge, then `<extra_i>`."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode  # noqa: PLC0415
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     symbols = [*bytes_to_unicode().values(), "ab"]
     return symbols + [f"<extra_{index}>" for index in range(size - len(symbols))]

@@ -63,7 +63,7 @@ def trained(name: str = "gpt-2") -> Backend:
 
 
 def metadata(backend: Backend, pre: str) -> dict[str, Any]:
-    import json  # noqa: PLC0415
+    import json
 
     size = backend.get_vocab_size(with_added_tokens=True)
     tokens = [backend.id_to_token(index) for index in range(size)]

@@ -146,7 +146,7 @@ def test_missing_shard(tmp_path: Path) -> None:
 
 
 def copy_tokenizer_into(directory: Path) -> None:
-    from tokenizers import Tokenizer, models  # noqa: PLC0415
+    from tokenizers import Tokenizer, models
 
     Tokenizer(models.BPE({"a": 0}, [])).save(str(directory / "tokenizer.json"))
 
