@@ -37,11 +37,11 @@ def reference(default_model: Path, prompts: list[list[int]]) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
+    # The end-of-sequence token is a token like any other here.
+    model.generation_config.eos_token_id = None
     outputs = []
     for prompt in prompts:
-        ids = model.generate(
-            torch.tensor([prompt]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, pad_token_id=0
-        )
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
         outputs.append(ids[0, len(prompt) :].tolist())
     return outputs
 

@@ -241,3 +241,14 @@ def test_slots_without_a_token_lie_in_last_blocks_only() -> None:
 def test_the_scheduler_needs_no_torch() -> None:
     script = "import sys, kvtier.engine.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_blocks_that_a_load_will_write_are_announced_with_the_step_that_allocates_them() -> None:
+    prompt = list(range(13))
+    made = stored_world(prompt)
+    made.connector.fate = Fate(starting=False)
+    request = made.add("r", prompt, 2)
+    plan = made.step()
+    assert request.state is State.LOADING
+    assert plan.step.written == set(request.blocks.ids)
+    assert len(plan.step.written) == 3

@@ -1,0 +1,119 @@
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from tiny_model import TinyModel, tiny_model
+
+from kvtier.engine import AsyncEngine, Engine, EngineOptions, RequestOutput, SamplingParams
+from kvtier.errors import KVTierError, RequestError
+
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine(tiny_model(), EngineOptions(block_size=4, num_blocks=128, max_running=4))
+
+
+@pytest.fixture
+def served(engine: Engine) -> Iterator[AsyncEngine]:
+    served = AsyncEngine(engine)
+    yield served
+    served.close()
+
+
+async def collect(served: AsyncEngine, prompt: list[int], params: SamplingParams = GREEDY) -> list[RequestOutput]:
+    return [output async for output in served.generate(prompt, params)]
+
+
+async def at_rest(engine: Engine) -> None:
+    while engine.has_work:
+        await asyncio.sleep(0.001)
+    assert engine.stats().free_blocks == 128
+
+
+def test_many_callers_get_what_the_engine_alone_says(engine: Engine, served: AsyncEngine) -> None:
+    prompts = [[number + 1] * (number + 1) for number in range(10)]
+    reference = Engine(tiny_model(), EngineOptions(block_size=4, num_blocks=128))
+    for number, prompt in enumerate(prompts):
+        reference.add(str(number), prompt, GREEDY)
+    expected = {}
+    while reference.has_work:
+        expected |= {output.id: output.token_ids for output in reference.step()}
+
+    async def scenario() -> None:
+        streams = await asyncio.gather(*(collect(served, prompt) for prompt in prompts))
+        for number, outputs in enumerate(streams):
+            assert outputs[-1].token_ids == expected[str(number)]
+            assert "".join(output.delta for output in outputs) == outputs[-1].text
+            assert [output.finish_reason for output in outputs] == [None] * 11 + ["length"]
+        await at_rest(engine)
+
+    asyncio.run(scenario())
+
+
+def test_a_consumer_that_goes_away_aborts_its_request(engine: Engine, served: AsyncEngine) -> None:
+    async def scenario() -> None:
+        stream = served.generate([1, 2, 3], LONG)
+        async for _ in stream:
+            break
+        await stream.aclose()
+        started = asyncio.Event()
+
+        async def consume() -> None:
+            async for _ in served.generate([4, 5], LONG):
+                started.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(consume())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await at_rest(engine)
+        assert len((await collect(served, [6]))[-1].token_ids) == 12
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_request_raises_in_its_caller_alone(served: AsyncEngine) -> None:
+    async def scenario() -> None:
+        good, empty, unknown = await asyncio.gather(
+            collect(served, [1]), collect(served, []), collect(served, [9999]), return_exceptions=True
+        )
+        assert good[-1].finish_reason == "length"
+        assert isinstance(empty, RequestError)
+        assert isinstance(unknown, RequestError)
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_reaches_every_consumer_and_the_engine_serves_on(served: AsyncEngine, engine: Engine) -> None:
+    model = engine._runner._model
+    assert isinstance(model, TinyModel)
+
+    async def scenario() -> None:
+        model.fails = True
+        results = await asyncio.gather(*(collect(served, [at + 1]) for at in range(6)), return_exceptions=True)
+        model.fails = False
+        assert all(isinstance(result, KVTierError) and "out of memory" in str(result) for result in results)
+        assert all(isinstance(result.__cause__, RuntimeError) for result in results)
+        await at_rest(engine)
+        assert len((await collect(served, [1]))[-1].token_ids) == 12
+
+    asyncio.run(scenario())
+
+
+def test_close_ends_what_runs_and_refuses_what_comes(served: AsyncEngine) -> None:
+    async def scenario() -> None:
+        task = asyncio.create_task(collect(served, [1, 2], LONG))
+        await asyncio.sleep(0.02)
+        await asyncio.to_thread(served.close)
+        assert (await task)[-1].finish_reason in ("abort", "length")
+        with pytest.raises(KVTierError, match="closed"):
+            await collect(served, [1])
+
+    asyncio.run(scenario())
+    served.close()
+    assert not served._thread.is_alive()
