@@ -6,6 +6,7 @@ with LLM(tiering={"host": {"capacity": "1GiB"}, "nvme": {"path": "/var/cache/kvt
     print(llm.generate("The capital of France is", SamplingParams(max_tokens=16)).text)
 """
 
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -19,10 +20,12 @@ from kvtier.config import Config, load_config
 from kvtier.engine import AsyncEngine, Engine, EngineOptions, RequestOutput, SamplingParams
 from kvtier.engine.models import LoadedModel, load_model
 from kvtier.engine.models.catalog import cache_dir, fetch_default_model
-from kvtier.errors import ConfigError, RequestError
+from kvtier.errors import ConfigError, KVTierError, RequestError
 from kvtier.store import TieredStore, open_store
 
 __all__ = ["LLM", "AsyncLLM", "Prompt"]
+
+_SETTLE_SECONDS = 5.0
 
 Prompt: TypeAlias = str | list[int]
 """Text, or token ids."""
@@ -40,6 +43,7 @@ class _Stack:
         block_bytes = self.model.model.layout(self.config.engine.block_size).block_bytes()
         self.store = store or open_store(self.config.tiering, block_bytes=block_bytes)
         self.connection: Connection | None = None
+        self.closed = False
         try:
             self.engine = self._engine()
         except BaseException:
@@ -62,7 +66,14 @@ class _Stack:
         # The template writes the special tokens itself.
         return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
+    def settle(self) -> None:
+        """Let the saves under way reach the store; a hung tier is not waited for."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while not self.closed and self.engine.busy and time.monotonic() < deadline:
+            self.engine.step()
+
     def close(self) -> None:
+        self.closed = True
         if self.connection is not None:
             self.connection.close()
         if self.store is not None and self._owns_store:
@@ -87,11 +98,13 @@ def _overrides(
     config: Mapping[str, Any] | None,
     engine: Mapping[str, Any],
 ) -> dict[str, Any]:
-    overrides: dict[str, Any] = {section: dict(values) for section, values in (config or {}).items()}
+    sections = dict(config or {}) | ({} if tiering is None else {"tiering": tiering})
+    for section, values in sections.items():
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{section} = {values!r}: expected a mapping of settings")
+    overrides: dict[str, Any] = {section: dict(values) for section, values in sections.items()}
     if model is not None:
         overrides.setdefault("model", {})["path"] = str(model)
-    if tiering is not None:
-        overrides["tiering"] = dict(tiering)
     if engine:
         overrides.setdefault("engine", {}).update(engine)
     return overrides
@@ -160,6 +173,8 @@ class LLM:
             RequestError: a prompt is empty or too long, or a parameter is out of range. Nothing was generated.
         """
         batch = [prompts] if isinstance(prompts, str) else prompts
+        if not isinstance(batch, list):
+            raise RequestError(f"prompts {batch!r}: expected a text, or a list of texts and token-id lists")
         outputs = self._run([self._stack.encode(prompt) for prompt in batch], params or SamplingParams())
         return outputs[0] if isinstance(prompts, str) else outputs
 
@@ -168,6 +183,8 @@ class LLM:
         return self._run([self._stack.encode_chat(messages)], params or SamplingParams())[0]
 
     def _run(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        if self._stack.closed:
+            raise KVTierError("this LLM is closed; make a new one")
         ids = [f"llm-{next(self._numbers)}" for _ in prompts]
         try:
             for request_id, tokens in zip(ids, prompts, strict=True):
@@ -215,7 +232,8 @@ class LLM:
             self.store.flush()
 
     def close(self) -> None:
-        """Let go of the model, the tiers and their threads. Idempotent."""
+        """Let the last saves arrive, then let go of the model, the tiers and their threads. Idempotent."""
+        self._stack.settle()
         self._stack.close()
 
     def __enter__(self) -> Self:

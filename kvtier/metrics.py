@@ -21,7 +21,9 @@ class Metrics:
         self.registry = registry or CollectorRegistry()
         self.read_bytes = self._counter("read_bytes", "Bytes read and verified", "tier")
         self.written_bytes = self._counter("written_bytes", "Bytes written and committed", "tier")
-        self.hit_blocks = self._counter("hit_blocks", "Blocks found and leased", "tier")
+        self.hit_blocks = self._counter(
+            "hit_blocks", "Blocks found and leased, by requests and by the store itself", "tier"
+        )
         self.missed_blocks = self._counter("missed_blocks", "Blocks asked for and not found", "tier")
         self.loaded_bytes = self._counter("loaded_bytes", "Bytes copied into device memory, by where they were", "tier")
         self.evicted_blocks = self._counter("evicted_blocks", "Blocks evicted", "tier", "reason")

@@ -60,7 +60,11 @@ def connect(store: TieredStore, model: LoadedModel, layout: Layout, token_budget
     block_bytes = layout.block_bytes()
     per_step = -(-token_budget // layout.block_size)
     staging = StagingRegion(block_bytes, max(_STAGING_STEPS * per_step, _STAGING_BYTES // block_bytes, 1))
-    shares = [*store.host.regions(), *staging.regions()]
-    regions = {share.region: AttachedRegion(share.fd, share.nbytes, share.writable) for share in shares}
+    try:
+        shares = [*store.host.regions(), *staging.regions()]
+        regions = {share.region: AttachedRegion(share.fd, share.nbytes, share.writable) for share in shares}
+    except BaseException:
+        staging.close()
+        raise
     scheduler = TierScheduler(store, namespace_of(model, layout, salt), layout.block_size, staging)
     return Connection(scheduler, TierWorker(regions), staging)

@@ -78,3 +78,4 @@ class TierWorker:
         """Finish the copies under way and let go of the device pool. Idempotent."""
         if self._engine is not None:
             self._engine.close()
+        self._regions.clear()

@@ -105,6 +105,7 @@ class AsyncEngine:
                 self._cycle()
             except Exception as error:  # noqa: BLE001  # the thread's top level: every consumer must learn of it
                 self._fail(error)
+        self._obey()
         for request_id in list(self._mailboxes):
             self._abort(request_id)
         self._drain()
@@ -127,19 +128,23 @@ class AsyncEngine:
             return not self._closing
 
     def _cycle(self) -> None:
-        while self._orders:
-            self._orders.popleft()()
+        self._obey()
         if self._active:
             for output in self._engine.step():
                 self._deliver(output)
 
+    def _obey(self) -> None:
+        while self._orders:
+            self._orders.popleft()()
+
     def _add(self, request_id: str, prompt: Sequence[int], params: SamplingParams | None, mailbox: _Mailbox) -> None:
+        # First of all: whatever goes wrong, this consumer learns of it.
+        self._mailboxes[request_id] = mailbox
         try:
             self._engine.add(request_id, prompt, params)
         except KVTierError as error:
+            del self._mailboxes[request_id]
             mailbox.put(error)
-            return
-        self._mailboxes[request_id] = mailbox
 
     def _abort(self, request_id: str) -> None:
         output = self._engine.abort(request_id)

@@ -80,7 +80,9 @@ class Engine:
         Raises:
             RequestError: the id is in use, or the prompt is empty, too long or holds unknown tokens.
         """
-        chosen = params or SamplingParams()
+        chosen = SamplingParams() if params is None else params
+        if not isinstance(chosen, SamplingParams):
+            raise RequestError(f"request {request_id!r} has params {chosen!r}: expected SamplingParams")
         tokens = self._checked(request_id, prompt)
         seed = derived_seed(self.options.seed, next(self._numbers)) if chosen.seed is None else chosen.seed
         request = Request(
@@ -90,6 +92,8 @@ class Engine:
         self._streams[request_id] = TextStream(IncrementalDecoder(self._tokenizer), chosen.stop)
 
     def _checked(self, request_id: str, prompt: Sequence[int]) -> list[int]:
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"request {request_id!r} has prompt {prompt!r}: expected a list of token ids")
         if not len(prompt):
             raise RequestError(f"request {request_id!r} has an empty prompt; send at least one token")
         if len(prompt) >= self.max_model_len:

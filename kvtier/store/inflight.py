@@ -23,9 +23,11 @@ class InFlight:
         mine, theirs = [], []
         with self._lock:
             for key in keys:
-                holder = self._events.setdefault(key, event)
-                mine.append(holder is event)
-                if holder is not event:
+                holder = self._events.get(key)
+                mine.append(holder is None)
+                if holder is None:
+                    self._events[key] = event
+                elif holder is not event:
                     theirs.append(holder)
         return mine, theirs
 

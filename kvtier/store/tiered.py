@@ -10,12 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.layout import Span
 from kvtier.metrics import Metrics
 from kvtier.store.inflight import InFlight
 from kvtier.store.lookup import leading_run
 from kvtier.store.writeback import WriteBack
+from kvtier.store.writing import write_reserved
 from kvtier.tiers import AddressableTier, BlockRef, Exists, Handle, Owner, Status, Tier
 
 __all__ = ["Lease", "PutResult", "StoreMatch", "TieredStore"]
@@ -113,20 +114,27 @@ class TieredStore:
 
         Host blocks are checksummed now, blocks of lower tiers when they are fetched.
         """
-        return self._loads.submit(self._acquire, list(keys), owner)
+        return self._submit(self._loads, Lease(owner), self._acquire, list(keys), owner)
 
     def _acquire(self, keys: list[bytes], owner: Owner) -> Lease:
         lease = Lease(owner)
+        try:
+            self._lease_everywhere(lease, keys)
+        except BaseException:
+            self.release(lease)
+            raise
+        self._cut_inexact(lease)
+        return lease
+
+    def _lease_everywhere(self, lease: Lease, keys: list[bytes]) -> None:
         progress = True
         while progress and len(lease.blocks) < len(keys):
             before = len(lease.blocks)
             for tier in self.tiers:
                 rest = keys[len(lease.blocks) :]
-                handles = self._lease_run(tier, rest, owner) if rest else ()
+                handles = self._lease_run(tier, rest, lease.owner) if rest else ()
                 lease.blocks += [(tier, handle) for handle in handles]
             progress = len(lease.blocks) > before
-        self._cut_inexact(lease)
-        return lease
 
     def _lease_run(self, tier: Tier, keys: Sequence[bytes], owner: Owner) -> tuple[Handle, ...]:
         return self._degrade(tier, "acquire", lambda: tier.acquire(keys, owner).wait().handles, ())
@@ -157,7 +165,7 @@ class TieredStore:
         Returns:
             How many leading ones of them are now in host and verified. The lease keeps holding all of its blocks.
         """
-        return self._loads.submit(self._fetch, lease, start, stop)
+        return self._submit(self._loads, 0, self._fetch, lease, start, stop)
 
     def _fetch(self, lease: Lease, start: int, stop: int) -> int:
         at = start
@@ -218,10 +226,10 @@ class TieredStore:
 
     def put(self, items: Sequence[tuple[BlockRef, memoryview]], fmt: str = "raw") -> "Future[PutResult]":
         """Store blocks of one chain, parents first. The buffers must stay as they are until the result is there."""
-        return self._puts.submit(self._put, list(items), fmt)
+        return self._submit(self._puts, PutResult(0, 0, len(items)), self._put, list(items), fmt)
 
     def _put(self, items: list[tuple[BlockRef, memoryview]], fmt: str) -> PutResult:
-        mine, theirs = self._inflight.claim([ref.key for ref, _ in items])
+        mine, _ = self._inflight.claim([ref.key for ref, _ in items])
         claimed = [item for item, own in zip(items, mine, strict=True) if own]
         try:
             result = self._degrade(
@@ -229,7 +237,7 @@ class TieredStore:
             )
         finally:
             self._inflight.finish([ref.key for ref, _ in claimed])
-        joined = result.joined + len(theirs)
+        joined = result.joined + len(items) - len(claimed)
         if joined:
             self.metrics.joined.labels("put").inc(joined)
         self._writeback.submit(self._not_below([ref.key for ref, _ in items]))
@@ -239,12 +247,9 @@ class TieredStore:
         refs = [ref for ref, _ in items]
         slots = self.host.reserve(refs, [data.nbytes for _, data in items], [fmt] * len(items), "store.put")
         pairs = [(slot, data) for slot, (_, data) in zip(slots, items, strict=True) if isinstance(slot, Handle)]
-        statuses = self.host.write(pairs).wait().statuses if pairs else ()
-        good = [slot for (slot, _), status in zip(pairs, statuses, strict=True) if status is Status.OK]
-        self.host.commit(good)
-        self.host.abort([slot for slot, _ in pairs])
+        good = write_reserved(self.host, pairs)
         existing = sum(isinstance(slot, Exists) for slot in slots)
-        return PutResult(len(good), existing, len(items) - existing - len(good))
+        return PutResult(good, existing, len(items) - existing - good)
 
     def _not_below(self, keys: list[bytes]) -> list[bytes]:
         """Keys from the first one on that some lower tier lacks."""
@@ -256,13 +261,24 @@ class TieredStore:
 
     def flush(self) -> None:
         """Wait for all puts and write-backs so far, and make every tier as durable as it can be."""
-        self._puts.submit(lambda: None).result()
-        self._writeback.drain()
+        self._settle()
         for tier in self.tiers:
             tier.flush()
 
+    def _settle(self) -> None:
+        self._submit(self._puts, None, lambda: None).result()
+        self._writeback.drain()
+
     def clear(self, tier_name: str | None = None, ns: int | None = None) -> None:
-        """Remove every block of a namespace (None: all) from one tier (None: all)."""
+        """Remove every block of a namespace (None: all) from one tier (None: all), those on their way included.
+
+        Raises:
+            ConfigError: there is no tier of that name.
+        """
+        names = [tier.name for tier in self.tiers]
+        if tier_name not in (None, *names):
+            raise ConfigError(f"no tier {tier_name!r}: expected one of {', '.join(names)}")
+        self._settle()
         for tier in self.tiers:
             if tier_name in (None, tier.name):
                 tier.clear(ns).wait()
@@ -279,6 +295,16 @@ class TieredStore:
         self._writeback.close()
         for tier in self.tiers:
             tier.close()
+
+    @staticmethod
+    def _submit(pool: ThreadPoolExecutor, otherwise: _T, work: Callable[..., _T], *arguments: object) -> "Future[_T]":
+        try:
+            return pool.submit(work, *arguments)
+        except RuntimeError:
+            # The store was closed under its user: a miss, or a drop.
+            closed: Future[_T] = Future()
+            closed.set_result(otherwise)
+            return closed
 
     def _degrade(self, tier: Tier, operation: str, call: Callable[[], _T], otherwise: _T) -> _T:
         try:

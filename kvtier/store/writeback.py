@@ -9,9 +9,9 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from kvtier.errors import KVTierError
 from kvtier.metrics import Metrics
-from kvtier.tiers import AddressableTier, BlockRef, Handle, Status, Tier
+from kvtier.store.writing import write_reserved
+from kvtier.tiers import AddressableTier, BlockRef, Handle, Tier
 
 __all__ = ["WriteBack"]
 
@@ -47,19 +47,24 @@ class WriteBack:
         if not self._lower or not keys:
             return
         handles = self._host.acquire(keys, _OWNER).wait().handles
-        size = sum(handle.nbytes for handle in handles)
+        taken = self._enqueue(handles)
+        self._host.release(handles[taken:])
+        self._drop("evicted_before_write", len(keys) - len(handles))
+        self._drop("queue_full", len(handles) - taken)
+
+    def _enqueue(self, handles: Sequence[Handle]) -> int:
+        """Queue the leading blocks that fit, and at least one where nothing waits; returns how many."""
+        taken = 0
         with self._changed:
-            taken = not self._closed and self._bytes + size <= self._bound
-            if taken and handles:
-                self._bytes += size
-                self._queue.append(list(handles))
+            for handle in () if self._closed else handles:
+                if self._bytes and self._bytes + handle.nbytes > self._bound:
+                    break
+                self._bytes += handle.nbytes
+                taken += 1
+            if taken:
+                self._queue.append(list(handles[:taken]))
                 self._changed.notify_all()
-        missing = len(keys) - len(handles)
-        if missing:
-            self._drop("evicted_before_write", missing)
-        if not taken:
-            self._host.release(handles)
-            self._drop("queue_full", len(handles))
+        return taken
 
     def drain(self) -> None:
         """Wait until everything queued so far is written or dropped."""
@@ -80,7 +85,7 @@ class WriteBack:
             self._thread.join()
 
     def _drop(self, reason: str, count: int) -> None:
-        for tier in self._lower:
+        for tier in self._lower if count else ():
             self._metrics.dropped_blocks.labels(tier.name, reason).inc(count)
 
     def _run(self) -> None:
@@ -90,30 +95,23 @@ class WriteBack:
                 if not self._queue:
                     return
                 handles = self._queue.popleft()
-            try:
-                for tier in self._lower:
-                    self._write(tier, handles)
-            finally:
-                self._host.release(handles)
-                with self._changed:
-                    self._bytes -= sum(handle.nbytes for handle in handles)
-                    self._changed.notify_all()
+            for tier in self._lower:
+                self._write(tier, handles)
+            self._host.release(handles)
+            with self._changed:
+                self._bytes -= sum(handle.nbytes for handle in handles)
+                self._changed.notify_all()
 
     def _write(self, tier: Tier, handles: Sequence[Handle]) -> None:
         try:
             self._copy_down(tier, handles)
-        except KVTierError as error:
+        except Exception:  # noqa: BLE001  the thread's top level: one bad batch must not end it
             self._metrics.dropped_blocks.labels(tier.name, "tier_error").inc(len(handles))
-            _log.warning("demotion to %s dropped: %s", tier.name, error)
+            _log.exception("demotion of %d blocks to %s dropped", len(handles), tier.name)
 
     def _copy_down(self, tier: Tier, handles: Sequence[Handle]) -> None:
         refs: list[BlockRef] = [handle.ref for handle in handles]
         sizes = [handle.nbytes for handle in handles]
         slots = tier.reserve(refs, sizes, [handle.fmt for handle in handles], _OWNER)
         pairs = [(slot, source) for slot, source in zip(slots, handles, strict=True) if isinstance(slot, Handle)]
-        items = [(slot, self._host.buffer(source)) for slot, source in pairs]
-        statuses = tier.write(items).wait().statuses if items else ()
-        good = [slot for (slot, _), status in zip(pairs, statuses, strict=True) if status is Status.OK]
-        bad = [slot for (slot, _), status in zip(pairs, statuses, strict=True) if status is not Status.OK]
-        tier.commit(good)
-        tier.abort(bad)
+        write_reserved(tier, [(slot, self._host.buffer(source)) for slot, source in pairs])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtier.cpu import HostTier
-from kvtier.errors import TierUnavailable
+from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.keys import namespace_index
 from kvtier.store import TieredStore
 from kvtier.tiers import BlockRef, Full, Handle, Owner, Reservation, Status, Ticket
@@ -45,6 +45,9 @@ class FaultyTier(HostTier):
         return super().reserve(refs, sizes, fmts, owner)
 
     def write(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
+        self._raise_if("write-raises")
+        if self.fault == "write-dies":
+            raise OSError("injected")
         if self.fault == "enospc":
             return Ticket().finish([Status.FULL] * len(items))
         return super().write(items, deadline)
@@ -91,7 +94,7 @@ def fetched(store: TieredStore, items: Sequence[tuple[BlockRef, memoryview]]) ->
     return good
 
 
-@pytest.mark.parametrize("fault", ["full", "enospc", "gone"])
+@pytest.mark.parametrize("fault", ["full", "enospc", "gone", "write-raises", "write-dies"])
 def test_what_the_tier_does_not_take_stays_in_host(store: TieredStore, below: FaultyTier, fault: str) -> None:
     below.fault = fault
     items = chain(4)
@@ -99,8 +102,14 @@ def test_what_the_tier_does_not_take_stays_in_host(store: TieredStore, below: Fa
     store._writeback.drain()
     assert fetched(store, items) == 4
     below.fault = ""
+    assert below.stats()["reservations"] == 0
     store.clear("host")
     assert fetched(store, items) == 0
+    # Nothing of the failure is left behind: the same blocks are taken now.
+    assert store.put(items).result().stored == 4
+    store.flush()
+    store.clear("host")
+    assert fetched(store, items) == 4
 
 
 @pytest.mark.parametrize(("fault", "good"), [("read-raises", 0), ("read-second", 1), ("acquire", 0), ("gone", 0)])
@@ -121,8 +130,9 @@ def test_a_full_writeback_queue_drops_and_counts() -> None:
     with contextlib.closing(store):
         store.put(chain(8)).result()
         store.flush()
-        assert store.metrics.value("dropped_blocks_total", tier="faulty", reason="queue_full") == 8
-        assert store.stats()["faulty"]["blocks"] == 0
+        # The leading blocks that fit go down all the same.
+        assert store.metrics.value("dropped_blocks_total", tier="faulty", reason="queue_full") == 6
+        assert store.stats()["faulty"]["blocks"] == 2
         assert store.stats()["host"]["leases"] == 0
 
 
@@ -138,3 +148,46 @@ def test_puts_of_one_key_at_once_write_it_once(store: TieredStore) -> None:
     results = [store.put(items) for _ in range(6)]
     assert sum(future.result().stored for future in results) == 8
     assert sum(future.result().joined for future in results) == 40
+
+
+def test_a_block_larger_than_the_queue_goes_down_when_nothing_waits() -> None:
+    below = FaultyTier()
+    with contextlib.closing(TieredStore(HostTier(16 * BLOCK), [below], writeback_bytes=1)) as store:
+        store.put(chain(1)).result()
+        store.flush()
+        assert below.stats()["blocks"] == 1
+
+
+def test_a_put_that_host_refuses_leaves_no_reservation(store: TieredStore) -> None:
+    items = chain(2)
+    strided = [(ref, memoryview(bytes(2 * BLOCK))[::2]) for ref, _ in items]
+    with contextlib.suppress(Exception):
+        store.put(strided).result()
+    assert store.host.stats()["reservations"] == 0
+    assert store.put(items).result().stored == 2
+
+
+def test_clear_takes_what_is_on_its_way(store: TieredStore) -> None:
+    futures = [store.put(chain(12)[:length]) for length in range(1, 13)]
+    store.clear()
+    assert all(future.done() for future in futures)
+    store.flush()
+    assert store.match([ref.key for ref, _ in chain(12)]).tiers == ()
+    with pytest.raises(ConfigError, match="nmve"):
+        store.clear("nmve")
+
+
+def test_one_key_twice_in_a_batch(store: TieredStore) -> None:
+    (item,) = chain(1)
+    assert sum(store.put([item, item]).result()) == 2
+    assert fetched(store, [item]) == 1
+    assert store.put([item]).result().joined == 1
+
+
+def test_a_closed_store_is_a_miss() -> None:
+    store = TieredStore(HostTier(16 * BLOCK))
+    store.close()
+    assert store.put(chain(2)).result().dropped == 2
+    lease = store.acquire([ref.key for ref, _ in chain(2)], "test").result()
+    assert lease.blocks == []
+    assert store.fetch(lease, 0, 0).result() == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import LLM
-from kvtier.errors import CapacityError, ConfigError, ModelError, RequestError
+from kvtier.errors import CapacityError, ConfigError, KVTierError, ModelError, RequestError
 
 pytestmark = pytest.mark.model
 
@@ -80,6 +80,12 @@ def test_requests_are_refused_before_anything_runs(default_model: Path) -> None:
                 llm.generate([[1, 2], prompt])
             assert llm.engine.stats().steps == 0
             assert not llm.engine.has_work
+        with pytest.raises(RequestError, match="expected"):
+            llm.generate([1, 2, 3])
+        with pytest.raises(RequestError, match="SamplingParams"):
+            llm.generate("text", {"max_tokens": 3})
+    with pytest.raises(KVTierError, match="closed"):
+        llm.generate("text")
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
@@ -101,6 +107,9 @@ def test_contradictions_are_refused(default_model: Path, tmp_path: Path) -> None
         LLM(default_model, tiering={"host": None, "nvme": {"path": str(tmp_path / "nvme")}})
     with pytest.raises(ConfigError, match=r"max_runing.*max_running"):
         LLM(default_model, max_runing=4)
+    for wrong in ({"engine": 5}, {"model": None}):
+        with pytest.raises(ConfigError, match="expected a mapping"):
+            LLM(default_model, config=wrong)
     with pytest.raises(ModelError):
         LLM(tmp_path)
     assert list(tmp_path.iterdir()) == []
