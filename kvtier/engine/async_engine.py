@@ -113,8 +113,11 @@ class AsyncEngine:
     def _drain(self) -> None:
         """Let the transfers under way arrive, so that the next process finds them; a hung tier is not waited for."""
         deadline = time.monotonic() + _DRAIN_SECONDS
-        while self._engine.busy and time.monotonic() < deadline:
-            self._engine.step()
+        try:
+            while self._engine.busy and time.monotonic() < deadline:
+                self._engine.step()
+        except Exception as error:  # noqa: BLE001  # the thread's top level: nobody is left to be told
+            _log.error("engine step failed while closing", exc_info=error)
 
     @property
     def _active(self) -> bool:

@@ -214,7 +214,9 @@ def test_an_interrupt_while_a_command_waits_is_one_line_and_130(tmp_path):
     lock = tmp_path / "models/.lock"
     lock.parent.mkdir()
     code = (
-        "import sys, threading; from kvtier.cli import main; import kvtier.cli.models; print('up', flush=True);"
+        # A test-suite in the background of a shell inherits an ignored SIGINT.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "import sys; from kvtier.cli import main; import kvtier.cli.models; print('up', flush=True);"
         "sys.exit(main(['model', 'get']))"
     )
     with lock.open("w") as held:

