@@ -193,7 +193,10 @@ class WorkerHook(Protocol):
         ...
 
     def begin(self, plan: TransferPlan) -> None:
-        """Wait for the plan's fences, then start its loads. Saves are remembered for `end`."""
+        """Wait for the plan's fences, then start its loads. Saves are remembered for `end`.
+
+        An engine may hand over a plan in two parts: loads and fences before the forward, saves once it succeeded.
+        """
         ...
 
     def wait_layer(self, layer: int) -> None:
