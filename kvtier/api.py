@@ -18,9 +18,11 @@ from kvtier_engine import Connection, connect
 
 from kvtier.config import Config, load_config
 from kvtier.engine import AsyncEngine, Engine, EngineOptions, RequestOutput, SamplingParams
+from kvtier.engine.core import pool_size
 from kvtier.engine.models import LoadedModel, load_model
 from kvtier.engine.models.catalog import cache_dir, fetch_default_model
 from kvtier.errors import ConfigError, KVTierError, RequestError
+from kvtier.layout import Layout
 from kvtier.store import TieredStore, open_store
 
 __all__ = ["LLM", "AsyncLLM", "Prompt"]
@@ -40,21 +42,22 @@ class _Stack:
         self.config = load_config(overrides).config
         self.model = _load(self.config)
         self._owns_store = store is None
-        block_bytes = self.model.model.layout(self.config.engine.block_size).block_bytes()
-        self.store = store or open_store(self.config.tiering, block_bytes=block_bytes)
+        options = EngineOptions.from_config(self.config.engine)
+        # Before any tier is opened: an engine that cannot be made leaves no directory behind.
+        pool_size(self.model, options)
+        layout = self.model.model.layout(options.block_size)
+        self.store = store or open_store(self.config.tiering, block_bytes=layout.block_bytes())
         self.connection: Connection | None = None
         self.closed = False
         try:
-            self.engine = self._engine()
+            self.engine = self._engine(options, layout)
         except BaseException:
             self.close()
             raise
 
-    def _engine(self) -> Engine:
-        options = EngineOptions.from_config(self.config.engine)
+    def _engine(self, options: EngineOptions, layout: Layout) -> Engine:
         if self.store is None:
             return Engine(self.model, options)
-        layout = self.model.model.layout(options.block_size)
         self.connection = connect(self.store, self.model, layout, options.token_budget)
         return Engine(self.model, options, (self.connection.scheduler, self.connection.worker))
 

@@ -21,7 +21,7 @@ from kvtier.errors import ConfigError, RequestError
 from kvtier.gpu.storage import DevicePool
 from kvtier.hooks import FinishReason, SchedulerHook, TransferResults, WorkerHook
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "pool_size"]
 
 _IDLE_SECONDS = 0.0002
 
@@ -49,9 +49,9 @@ class Engine:
         self._tokenizer = model.tokenizer
         self._vocab = model.config.vocab
         self._hook = hooks[0] if hooks else None
-        pool = _device_pool(model, self.options)
+        blocks, self.max_model_len = pool_size(model, self.options)
+        pool = DevicePool(model.model.layout(self.options.block_size), blocks, model.model.device)
         self._blocks = pool.blocks
-        self.max_model_len = _context(model, self.options, pool)
         self._scheduler = Scheduler(pool.blocks, self.options.max_running, self.options.token_budget, self._hook)
         self._runner = Runner(model.model, pool, hooks[1] if hooks else None)
         self._streams: dict[str, TextStream] = {}
@@ -200,24 +200,22 @@ class Engine:
         )
 
 
-def _device_pool(model: LoadedModel, options: EngineOptions) -> DevicePool:
-    layout, device = model.model.layout(options.block_size), model.model.device
-    if options.memory_bytes is not None:
-        return DevicePool.fit(layout, options.memory_bytes, device)
-    return DevicePool(layout, options.num_blocks or 0, device)
+def pool_size(model: LoadedModel, options: EngineOptions) -> tuple[int, int]:
+    """What an engine would be made with, before any memory is taken: blocks of the pool, tokens of the context.
 
-
-def _context(model: LoadedModel, options: EngineOptions, pool: DevicePool) -> int:
-    slots = pool.blocks.num_blocks * options.block_size
-    most = min(model.config.max_positions, slots)
-    if options.max_model_len is None:
-        return most
-    if options.max_model_len > most:
+    Raises:
+        CapacityError: the device memory is too small for one block.
+        ConfigError: `max_model_len` is more than the model or the device pool takes.
+    """
+    layout = model.model.layout(options.block_size)
+    blocks = options.num_blocks or DevicePool.blocks_in(layout, options.memory_bytes or 0)
+    most = min(model.config.max_positions, blocks * options.block_size)
+    if options.max_model_len is not None and options.max_model_len > most:
         raise ConfigError(
             f"max_model_len={options.max_model_len}: the model takes {model.config.max_positions} tokens and the "
-            f"device pool {slots}; choose at most {most}, or give the pool more memory"
+            f"device pool {blocks * options.block_size}; choose at most {most}, or give the pool more memory"
         )
-    return options.max_model_len
+    return blocks, options.max_model_len or most
 
 
 def _output(request: Request, stream: TextStream, reason: FinishReason | None) -> RequestOutput:

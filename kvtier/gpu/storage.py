@@ -53,13 +53,22 @@ class DevicePool:
     @classmethod
     def fit(cls, layout: Layout, memory_bytes: int, device: torch.device | str) -> Self:
         """The largest pool in `memory_bytes`. Raises what the constructor does."""
+        return cls(layout, cls.blocks_in(layout, memory_bytes), device)
+
+    @staticmethod
+    def blocks_in(layout: Layout, memory_bytes: int) -> int:
+        """How many blocks `fit` would make, without making them.
+
+        Raises:
+            CapacityError: not one.
+        """
         block_bytes = layout.block_bytes()
         if memory_bytes < block_bytes:
             raise CapacityError(
                 f"{memory_bytes} bytes of device memory: one block of {layout.block_size} tokens takes {block_bytes}; "
                 f"give the pool at least that"
             )
-        return cls(layout, memory_bytes // block_bytes, device)
+        return memory_bytes // block_bytes
 
     @property
     def device(self) -> torch.device:

@@ -97,9 +97,13 @@ def test_capacity_below_one_block(default_model: Path, tmp_path: Path, tier: str
     assert list(tmp_path.iterdir()) == []
 
 
-def test_device_memory_below_one_block(default_model: Path) -> None:
-    with pytest.raises(CapacityError, match="block"):
-        LLM(default_model, tiering={"host": None}, memory="4KiB")
+def test_a_device_pool_that_cannot_be_made_leaves_no_directory(default_model: Path, tmp_path: Path) -> None:
+    tiering = {"nvme": {"path": str(tmp_path / "nvme"), "capacity": "1GiB"}}
+    with pytest.raises(CapacityError, match="one block"):
+        LLM(default_model, tiering=tiering, memory="4KiB")
+    with pytest.raises(ConfigError, match="max_model_len"):
+        LLM(default_model, tiering=tiering, num_blocks=4, max_model_len=1000)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_contradictions_are_refused(default_model: Path, tmp_path: Path) -> None:
