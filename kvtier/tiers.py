@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import xxhash
 
 from kvtier.errors import TierTimeout
+from kvtier.hints import Hint
 from kvtier.keys import namespace_digest
 from kvtier.layout import Span
 
@@ -214,12 +215,14 @@ class Tier(Protocol):
     name: str
     caps: TierCaps
 
-    def contains(self, keys: Sequence[bytes], deadline: float | None = None) -> Ticket:
-        """OK or MISS per key. Takes no lease and renews no recency."""
+    def contains(self, keys: Sequence[bytes], deadline: float | None = None, *, exact: bool = False) -> Ticket:
+        """OK or MISS per key; `exact`: a record that is not exact is a MISS. Takes no lease and renews no recency."""
         ...
 
-    def acquire(self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None) -> Ticket:
-        """Verify and lease the longest leading run that is ready; renews its recency.
+    def acquire(
+        self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None, *, exact: bool = False
+    ) -> Ticket:
+        """Verify and lease the longest leading run that is ready (`exact`: and exact); renews its recency.
 
         `Done.handles` has one leased handle per leading OK; from the first other status on, all are not OK.
         A tier whose bytes are verified on `read` verifies here that they are still indexed.
@@ -234,9 +237,18 @@ class Tier(Protocol):
         ...
 
     def reserve(
-        self, refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str], owner: Owner
+        self,
+        refs: Sequence[BlockRef],
+        sizes: Sequence[int],
+        fmts: Sequence[str],
+        owner: Owner,
+        hints: Sequence[Hint] | None = None,
     ) -> list[Reservation]:
-        """Make room for new records, evicting if needed. The record stays invisible until `commit`."""
+        """Make room for new records, evicting if needed. The record stays invisible until `commit`.
+
+        A record that is there at equal or higher fidelity (exact first, then `formats.fidelity`) is `Exists`; one of
+        lower fidelity is replaced at `commit`.
+        """
         ...
 
     def write(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
@@ -263,11 +275,19 @@ class Tier(Protocol):
         """
         ...
 
+    def hint(self, keys: Sequence[bytes], hints: Sequence[Hint]) -> None:
+        """Take new hints for records that are here; keys that are absent are ignored. Renews no recency."""
+        ...
+
     def remove(self, keys: Sequence[bytes]) -> Ticket:
         """Drop records and what descends from them: OK, or MISS where nothing was there.
 
         A leased record becomes invisible at once and is freed with its last lease.
         """
+        ...
+
+    def release_owner(self, owner: Owner) -> None:
+        """End all leases and reservations of an owner that is gone. Unknown owners hold nothing."""
         ...
 
     def clear(self, ns: int | None = None) -> Ticket:
