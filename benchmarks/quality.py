@@ -3,7 +3,8 @@
     python benchmarks/quality.py [--quick] [--json PATH] [--markdown PATH]
 
 SmolLM2-135M-Instruct in float32 over KV stored from bfloat16; 3 natural windows of 1,024 + 256 tokens and 2 recall
-windows of 1,024 + 128 (`--quick`: one of each). Exits 1 if a format breaks its bounds (`kvtier.testing.quality.BOUNDS`).
+windows of 1,024 + 128 (`--quick`: one of each). Exits 1 if a format breaks its bounds,
+`kvtier.testing.quality.BOUNDS`.
 """
 
 import sys
@@ -64,7 +65,7 @@ def main() -> int:
     probe = make_probe(loaded, 1 if args.quick else None)
     report = Report(args.json)
     table = [
-        "| format | × smaller | natural: KL | perplexity | top-1 | recall: KL | top-1 |",
+        "| format | ratio | natural: KL | perplexity | top-1 | recall: KL | top-1 |",
         "|---|---|---|---|---|---|---|",
     ]
     broken: list[str] = []

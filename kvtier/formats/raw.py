@@ -9,15 +9,24 @@ __all__ = ["RawFormat"]
 
 
 class RawFormat:
-    """Identity. Implements `kvtier.formats.Format`."""
+    """Identity, without a header. Implements `kvtier.formats.Format`."""
 
     id = "raw"
     exact = True
     fidelity = 100
+    sink = "raw"
 
     def size(self, layout: Layout, group: int = 0) -> int:
         """Bytes of one block, the layout's own."""
         return layout.block_bytes(group)
+
+    def bound(self, layout: Layout, group: int = 0) -> int:
+        """Bytes of one block, the layout's own."""
+        return layout.block_bytes(group)
+
+    def exact_for(self, layout: Layout, group: int = 0) -> bool:
+        """Always."""
+        return True
 
     def encode(self, src: memoryview, layout: Layout, out: memoryview, group: int = 0) -> int:
         """Copy a block. Raises `FormatMismatch` on a wrong length."""

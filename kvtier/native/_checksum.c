@@ -1,6 +1,6 @@
 /* kvtier.native._checksum: copies a block past the caches and computes its XXH3-128 in the same pass.
  *
- * XXH3-128, seed 0, default secret, inputs longer than 240 bytes (Yann Collet, xxHash specification 0.2.0). The hash
+ * XXH3-128, seed 0, default secret, inputs longer than 240 bytes (the xxHash specification, 0.2.0). The hash
  * reads each 1 KiB stripe block from L1; the copy of the same bytes leaves by non-temporal stores, so the target's
  * cache lines are neither fetched nor do they push out anybody's data.
  */

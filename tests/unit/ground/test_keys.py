@@ -52,6 +52,15 @@ def test_definition_and_split_invariance(tokens: list[int], block_size: int, dat
     assert chain.keys == expected
 
 
+@pytest.mark.parametrize("dtype", ["<u4", ">u4", "i8", "u8", "u2"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_every_integer_array_names_the_same_blocks(dtype: str, step: int) -> None:
+    tokens = np.arange(40_000, 40_000 + 90)
+    chain = Chain(4)
+    chain.extend(np.repeat(tokens, step).astype(dtype)[::step])
+    assert chain.keys == chained(tokens.tolist(), 4)
+
+
 def test_extras_change_their_block_and_all_behind_it() -> None:
     tokens = list(range(16))
     plain = keys_of(tokens, 4)

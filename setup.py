@@ -1,0 +1,33 @@
+"""The optional C extensions; everything else is in pyproject.toml."""
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError
+
+
+class OptionalBuild(build_ext):
+    """Without a compiler the package is complete, only slower: one line says so."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build an extension, or say that it was left out."""
+        try:
+            super().build_extension(ext)
+        except (BaseError, CCompilerError) as error:
+            reason = str(error).splitlines()[0]
+            self.warn(f"{ext.name} was not built, the slower numpy path is used instead ({reason})")
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "kvtier.native._codecs",
+            ["kvtier/native/_codecs.c"],
+            depends=["kvtier/native/_kernels.h"],
+            # Contraction to fused multiply-adds would make results depend on the CPU.
+            extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"],
+            optional=True,
+        ),
+        Extension("kvtier.native._checksum", ["kvtier/native/_checksum.c"], extra_compile_args=["-O3"], optional=True),
+    ],
+    cmdclass={"build_ext": OptionalBuild},
+)
