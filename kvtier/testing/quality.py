@@ -204,7 +204,8 @@ class QualityProbe:
         tokens = torch.tensor(window.prefix)
         self._model.forward(tokens, torch.arange(len(tokens)), capture, torch.empty(0, dtype=torch.int64))
         kv = capture.kv.to(getattr(torch, self._layout.groups[0].dtype))
-        return torch.stack(kv.split(self._layout.block_size, dim=3))
+        blocks = kv.unflatten(3, (-1, self._layout.block_size))
+        return blocks.movedim(3, 0).contiguous()
 
     def _continue(self, window: Window, blocks: Tensor) -> Tensor:
         """Log-probabilities [C - 1, vocab] of the continuation's tokens from the second on."""
@@ -228,7 +229,7 @@ class QualityProbe:
 
 
 def _bytes_of(block: Tensor) -> memoryview:
-    return memoryview(block.view(torch.uint8).view(-1).numpy())
+    return block.view(torch.uint8).view(-1).numpy().data
 
 
 def _scores(window: Window, exact: Tensor, lossy: Tensor) -> Tensor:

@@ -235,3 +235,29 @@ def wait_until_blocked(pid):
         if any("->" in line and f" {pid} " in line for line in Path("/proc/locks").read_text().splitlines()):
             return
         time.sleep(0.01)
+
+
+# ---- a configuration file that is broken, or not this process's own
+
+
+@pytest.mark.parametrize("arguments", [("config", "--help"), ("model", "path", "--help"), ("demo", "-h")])
+def test_help_of_a_command_needs_no_valid_configuration(capsys, tmp_path, arguments):
+    file = tmp_path / "broken.toml"
+    file.write_text("[engine]\nblock_sise = 3\n")
+    code, out, err = run(capsys, "--config", str(file), *arguments)
+    assert (code, err) == (0, "")
+    assert "Usage: kvtier" in out
+    code, _, err = run(capsys, "--config", str(file), "config")
+    assert code == 2
+    assert "did you mean engine.block_size?" in err
+
+
+def test_the_demo_runs_its_processes_under_the_same_configuration_file(tmp_path):
+    from kvtier.cli.demo import _session
+    from kvtier.cli.demo_session import Orders
+
+    file = tmp_path / "mine.toml"
+    file.write_text("[engine]\nblock_size = 16\nseed = -7\n")
+    orders = Orders({"model": {"path": str(tmp_path / "no model")}}, "", [], [], 1)
+    with pytest.raises(KVTierError, match=r"engine\.seed = -7 \(.*mine\.toml\)"):
+        list(_session(orders, file))

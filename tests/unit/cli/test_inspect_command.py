@@ -1,0 +1,290 @@
+"""`kvtier inspect` on directories that are sound, damaged, in use, and none at all."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.cli import main
+from kvtier.keys import namespace_digest
+from kvtier.nvme import NvmeOptions, NvmeTier
+from kvtier.nvme.extents import Extent
+from kvtier.nvme.index import Index
+from kvtier.nvme.inspection import maintain
+from kvtier.testing.blocks import chain_refs, content, load, put, run_length
+from kvtier.tiers import Status
+
+_SIZE = 16384
+_CAPACITY = 4 << 20
+_OPTIONS = NvmeOptions(segment_bytes=1 << 20, min_free_bytes=0)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A closed directory: two chains of 8 blocks in two namespaces."""
+    tier = NvmeTier(tmp_path / "n", _CAPACITY, _OPTIONS)
+    for salt in ("one", "two"):
+        put(tier, chain_refs(8, salt=salt), _SIZE)
+    tier.close()
+    return tmp_path / "n"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], pristine_log: None) -> Any:
+    def command(*arguments: str, code: int = 0) -> dict[str, Any]:
+        capsys.readouterr()
+        assert main(["inspect", *map(str, arguments), "--json"]) == code
+        found = json.loads(capsys.readouterr().out)
+        assert isinstance(found, dict)
+        return found
+
+    return command
+
+
+def _digest(salt: str) -> str:
+    return namespace_digest(chain_refs(1, salt=salt)[0].ns).hex()
+
+
+def _files(path: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file() and file.name != "lock.mdb"}
+
+
+def test_a_sound_directory(path: Path, run: Any) -> None:
+    before = _files(path)
+    report = run(path, "--verify")
+    assert report.pop("sound") is True
+    assert report.pop("directory") == str(path)
+    assert report == {
+        "blocks": 16,
+        "orphaned": 0,
+        "total_pages": 1024,
+        "used_pages": 64,
+        "free_pages": 1024 - 64 - report["unprepared_pages"],
+        "reserved_pages": 0,
+        "preparing_pages": 0,
+        "unprepared_pages": report["unprepared_pages"],
+        "dead_holds": 0,
+        "leaked_pages": 0,
+        "overlaps": 0,
+        "wrong_sums": 0,
+        "lost_rows": 0,
+        "verified": 16,
+        "corrupt": 0,
+    }
+    assert _files(path) == before
+
+
+def test_sizes(path: Path, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    stats = run(path)
+    assert stats == run(path, "--stats")
+    assert (stats["blocks"], stats["used_bytes"], stats["capacity_bytes"]) == (16, 16 * _SIZE, _CAPACITY)
+    assert (stats["clean"], stats["writers"], stats["segment_bytes"]) == (True, 0, 1 << 20)
+    assert stats["index_bytes"] == (path / "index" / "data.mdb").stat().st_size
+    assert main(["inspect", str(path)]) == 0
+    assert f"capacity_bytes  {_CAPACITY}" in capsys.readouterr().out
+
+
+def test_every_block_is_listed(path: Path, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = {block["key"]: block for block in run(path, "--list")["list"]}
+    expected = {
+        ref.key.hex(): {
+            "key": ref.key.hex(),
+            "namespace": _digest(salt)[:16],
+            "depth": ref.depth,
+            "format": "raw",
+            "bytes": _SIZE,
+            "exact": True,
+        }
+        for salt in ("one", "two")
+        for ref in chain_refs(8, salt=salt)
+    }
+    assert listed == expected
+    assert main(["inspect", str(path), "--list"]) == 0
+    assert sum(line.count("\t") == 5 for line in capsys.readouterr().out.splitlines()) == 16
+
+
+def test_damage_is_found_and_repaired(path: Path, run: Any) -> None:
+    with (path / "seg-00000.kv").open("r+b") as file:
+        for page in (2, 3, 9):
+            file.seek(page * 4096 + 5)
+            file.write(b"damage")
+    report = run(path, "--verify", code=1)
+    assert (report["sound"], report["corrupt"], report["verified"]) == (False, 2, 14)
+    repaired = run(path, "--repair", "--verify")
+    assert (repaired["dropped_corrupt"], repaired["corrupt"], repaired["blocks"]) == (2, 0, 14)
+    assert repaired["sound"] is True
+    tier = NvmeTier(path, _CAPACITY, _OPTIONS)
+    kept = [ref for salt in ("one", "two") for ref in chain_refs(8, salt=salt)]
+    found = [load(tier, [ref.key])[0] for ref in kept]
+    assert [status for status, _ in found].count(Status.OK) == 14
+    assert all(
+        data == content(ref, _SIZE) for ref, (status, data) in zip(kept, found, strict=True) if status is Status.OK
+    )
+    tier.close()
+
+
+def _tamper(path: Path, fault: str) -> None:
+    """What no kill can cause: an index that contradicts itself."""
+    index = Index(path / "index", None, durable=True)
+    key, other = (chain_refs(8, salt="one")[at].key for at in (3, 5))
+    with index.write() as ledger:
+        record, second = ledger.get(key), ledger.get(other)
+        assert record is not None
+        assert second is not None
+        if fault == "leaked":
+            ledger.free.replace([Extent(run.page, run.pages - 7) for run in ledger.free.runs()][:1])
+        if fault == "overlap":
+            ledger.move(key, record._replace(extents=second.extents))
+        if fault == "sums":
+            ledger.state = ledger.state._replace(used=ledger.state.used + 1)
+        if fault == "row":
+            ledger.move(key, record._replace(row=second.row))
+    index.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "count", "blocks"),
+    [("leaked", "leaked_pages", 16), ("overlap", "overlaps", 14), ("sums", "wrong_sums", 16), ("row", "lost_rows", 16)],
+)
+def test_an_index_that_contradicts_itself_is_repaired(
+    path: Path, run: Any, fault: str, count: str, blocks: int
+) -> None:
+    _tamper(path, fault)
+    assert run(path, "--verify", code=1)[count] > 0
+    run(path, "--repair")
+    report = run(path, "--verify")
+    assert (report["sound"], report["blocks"]) == (True, blocks)
+    tier = NvmeTier(path, _CAPACITY, _OPTIONS)
+    for seed in range(40):
+        put(tier, chain_refs(16, seed=seed, salt="one"), _SIZE)
+    assert not tier.check(verify=True)["corrupt"]
+    assert tier.stats()["blocks"] > 200
+    tier.close()
+
+
+def test_what_a_killed_process_held_is_no_fault_and_reclaimed_by_repair(path: Path, run: Any) -> None:
+    program = """if True:
+        import os, sys
+        from pathlib import Path
+        from kvtier.nvme import NvmeOptions, NvmeTier
+        from kvtier.testing.blocks import chain_refs
+        tier = NvmeTier(Path(sys.argv[1]), 4 << 20, NvmeOptions(segment_bytes=1 << 20, min_free_bytes=0))
+        tier.reserve(chain_refs(8, seed=3), [16384] * 8, ["raw"] * 8, "child")
+        os._exit(0)
+    """
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True)
+    report = run(path, "--verify")
+    assert report["sound"]
+    assert report["reserved_pages"] >= 32
+    assert report["dead_holds"] > 0
+    assert run(path)["clean"] is False
+    assert run(path, "--repair", "--verify")["reserved_pages"] == 0
+    assert run(path)["clean"] is True
+
+
+def test_a_namespace_is_cleared(path: Path, run: Any) -> None:
+    assert run(path, "--clear", "--namespace", _digest("one")[:8])["cleared"] == 8
+    tier = NvmeTier(path, _CAPACITY, _OPTIONS)
+    assert (run_length(tier, chain_refs(8, salt="one")), run_length(tier, chain_refs(8, salt="two"))) == (0, 8)
+    tier.close()
+    assert run(path, "--clear", "--verify") | {"cleared": 8, "blocks": 0, "sound": True} == run(path, "--verify") | {
+        "cleared": 8
+    }
+
+
+def test_compaction_keeps_every_block(path: Path, run: Any) -> None:
+    tier = NvmeTier(path, _CAPACITY, _OPTIONS)
+    for seed in range(100):
+        put(tier, chain_refs(16, seed=seed), 4096)
+    tier.clear(chain_refs(1)[0].ns)
+    put(tier, chain_refs(8, seed=77), _SIZE)
+    tier.close()
+    report = run(path, "--compact", "--verify")
+    assert report["index_bytes"] < report["index_bytes_before"]
+    assert report["index_bytes"] == (path / "index" / "data.mdb").stat().st_size
+    assert (report["sound"], report["blocks"]) == (True, 24)
+    tier = NvmeTier(path, _CAPACITY, _OPTIONS)
+    assert run_length(tier, chain_refs(8, seed=77)) == 8
+    tier.close()
+
+
+class TestInUse:
+    @pytest.fixture(autouse=True)
+    def _process(self, path: Path) -> Any:
+        program = """if True:
+            import sys
+            from pathlib import Path
+            from kvtier.nvme import NvmeOptions, NvmeTier
+            from kvtier.testing.blocks import chain_refs, put
+            tier = NvmeTier(Path(sys.argv[1]), 4 << 20, NvmeOptions(segment_bytes=1 << 20, min_free_bytes=0))
+            put(tier, chain_refs(8, seed=3), 16384)
+            print("ready", flush=True)
+            sys.stdin.readline()
+            put(tier, chain_refs(8, seed=4), 16384)
+            report = tier.check(verify=True)
+            tier.close()
+            print(report["blocks"], report["leaked_pages"], report["overlaps"], report["corrupt"])
+        """
+        self._other = subprocess.Popen(
+            [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._other.stdout is not None
+        assert self._other.stdout.readline() == "ready\n"
+        yield
+        self._other.kill()
+        self._other.communicate()
+
+    def test_looking_and_repairing_are_safe_and_compaction_refuses(
+        self, path: Path, run: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run(path)["writers"] == 1
+        assert run(path, "--verify")["blocks"] == 24
+        run(path, "--repair")
+        assert run(path, "--clear", "--namespace", _digest("two"))["cleared"] == 8
+        assert main(["inspect", str(path), "--compact"]) == 1
+        assert "open in 1 other processes: close them" in capsys.readouterr().err
+        out, _ = self._other.communicate("go on\n", timeout=30)
+        assert out.split() == ["24", "0", "0", "0"]
+        assert run(path, "--verify")["sound"]
+
+
+class TestRefusals:
+    def _refused(self, capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
+        assert main(["inspect", *arguments]) == code
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+        return captured.err
+
+    @pytest.fixture(autouse=True)
+    def _log(self, pristine_log: None) -> None:
+        """Errors are one line."""
+
+    def test_no_directory(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "is no directory" in self._refused(capsys, str(tmp_path / "none"))
+        assert "no META.json" in self._refused(capsys, str(tmp_path), "--repair")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_newer_version(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        meta = json.loads((path / "META.json").read_text())
+        (path / "META.json").write_text(json.dumps(meta | {"version": 99}))
+        for option in ("--verify", "--repair", "--compact"):
+            assert "format version 99, this release reads" in self._refused(capsys, str(path), option)
+
+    def test_a_namespace_that_is_none(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "names 0 namespaces" in self._refused(capsys, str(path), "--clear", "--namespace", "xy")
+        assert "without --clear" in self._refused(capsys, str(path), "--namespace", "xy")
+        assert main(["inspect", str(path), "--verify"]) == 0
+
+    def test_an_index_that_cannot_be_trusted(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        os.truncate(path / "index" / "data.mdb", 3 * 4096)
+        before = _files(path)
+        assert "starts empty when it is opened next" in self._refused(capsys, str(path), "--verify", code=1)
+        assert _files(path) == before
+        with maintain(path):
+            pass
+        assert main(["inspect", str(path), "--verify"]) == 0
