@@ -12,6 +12,7 @@ A miss, a damaged block and a full tier are statuses; only a tier that fails as 
 """
 
 import enum
+import functools
 import threading
 import time
 import weakref
@@ -28,6 +29,7 @@ from kvtier.keys import namespace_digest
 from kvtier.layout import Span
 
 __all__ = [
+    "OWN_WORK",
     "AddressableTier",
     "BlockRef",
     "Completions",
@@ -48,6 +50,9 @@ __all__ = [
 
 Owner: TypeAlias = str
 """Who holds a lease: a request, a worker, a job. Everything an owner holds can be ended at once."""
+
+OWN_WORK = "store."
+"""Owners that begin with this are the store itself: their leases are no use of a block, and renew no recency."""
 
 
 class BlockRef(NamedTuple):
@@ -336,9 +341,14 @@ def block_checksum(ref: BlockRef, fmt: str, data: memoryview | bytes) -> bytes:
 
     Bound to the key: intact bytes of another block fail it too.
     """
-    digest = xxhash.xxh3_128(ref.key + namespace_digest(ref.ns) + fmt.encode().ljust(16, b"\0"))
+    digest = xxhash.xxh3_128(ref.key + _namespace_and_format(ref.ns, fmt))
     digest.update(data)
     return digest.digest()
+
+
+@functools.lru_cache(maxsize=1024)
+def _namespace_and_format(ns: int, fmt: str) -> bytes:
+    return namespace_digest(ns) + fmt.encode().ljust(16, b"\0")
 
 
 def expired(deadline: float | None) -> bool:

@@ -1,9 +1,5 @@
 """RecordTable: which blocks the host tier holds, who holds on to them, and which leave. No bytes, no locks.
 
-node     a ready key: its place in the prefix tree and in the eviction policy
-extent   one version of a record's bytes in the slab; a replaced or removed one lives on until its last hold ends
-handle   a reservation or a lease, which is one hold on an extent
-
 holds of an extent = its reservation, or being its node's current version
                    + leases + operations that are copying its bytes right now
 """
@@ -11,59 +7,15 @@ holds of an extent = its reservation, or being its node's current version
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
+from kvtier.cpu.holds import GONE, Extent, Fidelity, HostHandle, Node, fidelity_of
 from kvtier.cpu.region import round_up
 from kvtier.cpu.slab import HostSlab
 from kvtier.errors import LeaseError, TierError
+from kvtier.hints import NO_HINT, Hint
 from kvtier.policies import EvictionPolicy
 from kvtier.tiers import BlockRef, Exists, Full, Handle, Owner, Reservation
 
-__all__ = ["Extent", "HostHandle", "Node", "RecordTable"]
-
-_GONE = -1
-
-
-class Extent:
-    """Bytes of one record. `array` is uint8 [padded bytes]; `checksum` is empty until they are written."""
-
-    __slots__ = ("array", "checksum", "fmt", "holds", "leases", "nbytes", "node", "offset", "ref")
-
-    def __init__(self, ref: BlockRef, nbytes: int, fmt: str, offset: int, array: NDArray[np.uint8]) -> None:
-        self.ref = ref
-        self.nbytes = nbytes
-        self.fmt = fmt
-        self.offset = offset
-        self.array = array
-        self.checksum = b""
-        self.holds = 1
-        self.leases = 0
-        self.node: Node | None = None
-
-
-class Node:
-    """A ready key. `slot` is its number in the eviction policy, -1 once it is gone."""
-
-    __slots__ = ("children", "extent", "parent", "slot")
-
-    def __init__(self, slot: int, extent: Extent, parent: "Node | None") -> None:
-        self.slot = slot
-        self.extent = extent
-        self.parent = parent
-        self.children: set[Node] = set()
-
-
-class HostHandle(Handle):
-    """A hold in the host tier. `anchor`: the parent that a reservation keeps from being evicted."""
-
-    __slots__ = ("anchor", "extent", "leased")
-
-    def __init__(self, extent: Extent, owner: Owner, *, leased: bool, anchor: Node | None = None) -> None:
-        super().__init__(extent.ref, extent.nbytes, extent.fmt, owner)
-        self.extent = extent
-        self.leased = leased
-        self.anchor = anchor
+__all__ = ["RecordTable"]
 
 
 class RecordTable:
@@ -72,7 +24,8 @@ class RecordTable:
     Invariants:
         1. An extent's slab slot is freed exactly when its last hold ends.
         2. A node is pinned in the policy once per lease of its current extent and per reservation it anchors.
-        3. A node goes with all its descendants. A child that is committed while its parent is absent is a root.
+        3. A node goes with all its descendants. A child that is committed while its parent is absent is a root until
+           the parent comes.
     """
 
     def __init__(self, slab: HostSlab, policy: EvictionPolicy) -> None:
@@ -82,7 +35,8 @@ class RecordTable:
         self.evicted = 0
         self._slab = slab
         self._policy = policy
-        self._pending: tuple[dict[bytes, Extent], dict[bytes, Extent]] = ({}, {})  # by exactness
+        self._pending: dict[bytes, dict[Fidelity, Extent]] = {}
+        self._orphans: dict[bytes, set[Node]] = {}  # by the key of the absent parent
         self._held: dict[Owner, dict[HostHandle, None]] = {}
         self._slots: list[Node | None] = []
         self._free_slots: list[int] = []
@@ -90,97 +44,125 @@ class RecordTable:
     # ---- writers
 
     def reserve(
-        self, refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str], owner: Owner
+        self, refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str], owner: Owner, hints: Sequence[Hint]
     ) -> list[Reservation]:
         """See `Tier.reserve`."""
+        wanted = [fidelity_of(ref, fmt) for ref, fmt in zip(refs, fmts, strict=True)]
+        kept = self._pin_found(refs, wanted)
         results: list[Reservation] = []
         refused: set[bytes] = set()
         victims: list[int] = []
         for at, (ref, nbytes, fmt) in enumerate(zip(refs, sizes, fmts, strict=True)):
             orphaned = ref.parent in refused
-            result: Reservation | None = self._existing(ref)
+            result: Reservation | None = self._existing(ref.key, wanted[at])
             if result is None and orphaned:
                 result = Full("parent_refused")
-            if result is None:
-                result = self._reserve(ref, nbytes, fmt, owner, victims, len(refs) - at)
+            elif result is None and nbytes > self._slab.nbytes:
+                result = Full("oversized")
+            elif result is None:
+                offset = self._make_room(nbytes, victims, refs[at:])
+                result = Full("no_space")
+                if offset is not None:
+                    array = self._slab.region.array[offset : offset + round_up(nbytes)]
+                    result = self._reserve(Extent(ref, nbytes, fmt, wanted[at], offset, array), owner, hints[at])
             if orphaned or isinstance(result, Full):
                 refused.add(ref.key)
             results.append(result)
+        self._policy.unpin(kept)
         return results
 
-    def _existing(self, ref: BlockRef) -> Exists | None:
-        node = self.nodes.get(ref.key)
-        if node is not None and node.extent.ref.exact >= ref.exact:
+    def _pin_found(self, refs: Sequence[BlockRef], wanted: Sequence[Fidelity]) -> list[int]:
+        """Slots, pinned: neither what a batch finds here nor what it hangs from may leave to make room for it."""
+        kept = []
+        for ref, fidelity in zip(refs, wanted, strict=True):
+            node = self.nodes.get(ref.key)
+            if node is not None and node.extent.fidelity >= fidelity:
+                kept.append(node.slot)
+            anchor = self._parent_of(ref)
+            if anchor is not None:
+                kept.append(anchor.slot)
+        self._policy.pin(kept)
+        return kept
+
+    def _parent_of(self, ref: BlockRef) -> Node | None:
+        return None if ref.parent is None else self.nodes.get(ref.parent)
+
+    def _existing(self, key: bytes, fidelity: Fidelity) -> Exists | None:
+        node = self.nodes.get(key)
+        if node is not None and node.extent.fidelity >= fidelity:
             return Exists(ready=True)
-        lossy, exact = self._pending
-        if ref.key in exact or (not ref.exact and ref.key in lossy):
+        if any(pending >= fidelity for pending in self._pending.get(key, ())):
             return Exists(ready=False)
         return None
 
-    def _reserve(
-        self, ref: BlockRef, nbytes: int, fmt: str, owner: Owner, victims: list[int], remaining: int
-    ) -> HostHandle | Full:
-        if nbytes > self._slab.nbytes:
-            return Full("oversized")
-        anchor = self.nodes.get(ref.parent) if ref.parent is not None else None
+    def _reserve(self, extent: Extent, owner: Owner, hint: Hint) -> HostHandle:
+        anchor = self._parent_of(extent.ref)
         if anchor is not None:
             self._policy.pin((anchor.slot,))
-            victims.clear()
-        offset = self._make_room(nbytes, victims, remaining)
-        if offset is None:
-            self._unpin_anchor(anchor)
-            return Full("no_space")
-        extent = Extent(ref, nbytes, fmt, offset, self._slab.region.array[offset : offset + round_up(nbytes)])
-        self._pending[ref.exact][ref.key] = extent
-        handle = HostHandle(extent, owner, leased=False, anchor=anchor)
+        self._pending.setdefault(extent.ref.key, {})[extent.fidelity] = extent
+        handle = HostHandle(extent, owner, leased=False, anchor=anchor, hint=hint)
         self._held.setdefault(owner, {})[handle] = None
         self.reservations += 1
         return handle
 
-    def _make_room(self, nbytes: int, victims: list[int], remaining: int) -> int | None:
+    def _make_room(self, nbytes: int, victims: list[int], incoming: Sequence[BlockRef]) -> int | None:
         """Allocate, evicting one by one. `victims` are those of this batch that are still to go, next one last."""
         offset = self._slab.allocate(nbytes)
         while offset is None:
             if not victims:
-                victims += reversed(self._policy.victims(remaining))
+                victims += reversed(self._policy.victims(len(incoming), [ref.key for ref in incoming]))
                 if not victims:
                     return None
             node = self._slots[victims.pop()]
             if node is not None:
-                self.evicted += self.drop(node)
+                self.evicted += self.drop(node, evicted=True)
             offset = self._slab.allocate(nbytes)
         return offset
 
     def _unpin_anchor(self, anchor: Node | None) -> None:
-        if anchor is not None and anchor.slot != _GONE:
+        if anchor is not None and anchor.slot != GONE:
             self._policy.unpin((anchor.slot,))
 
     def commit(self, handles: Sequence[HostHandle]) -> None:
         """Make written reservations, parents first, current."""
         fresh: list[Node] = []
+        hints: list[Hint] = []
         for handle in handles:
             self._end_reservation(handle)
             extent = handle.extent
             node = self.nodes.get(extent.ref.key)
             if node is None:
                 fresh.append(self._add_node(extent))
-            elif node.extent.ref.exact and not extent.ref.exact:
+                hints.append(handle.hint)
+            elif node.extent.fidelity >= extent.fidelity:
                 self._drop_hold(extent)
             else:
-                self._replace(node, extent)
-        fresh.reverse()
-        parents = [None if node.parent is None else node.parent.slot for node in fresh]
-        self._policy.insert([node.slot for node in fresh], parents)
+                self._replace(node, extent, handle.hint)
+        self._insert(fresh, hints)
         for handle in handles:
             self._unpin_anchor(handle.anchor)
 
+    def _insert(self, fresh: list[Node], hints: list[Hint]) -> None:
+        deepest_first = fresh[::-1]
+        slots = [node.slot for node in deepest_first]
+        keys = [node.extent.ref.key for node in deepest_first]
+        parents = [None if node.parent is None else node.parent.slot for node in deepest_first]
+        self._policy.insert(slots, keys, parents, None if all(hint is NO_HINT for hint in hints) else hints[::-1])
+        for node in fresh:
+            for child in self._orphans.pop(node.extent.ref.key, ()):
+                child.parent = node
+                node.children.add(child)
+                self._policy.adopt(child.slot, node.slot)
+
     def _add_node(self, extent: Extent) -> Node:
         slot = self._free_slots.pop() if self._free_slots else len(self._slots)
-        parent = self.nodes.get(extent.ref.parent) if extent.ref.parent is not None else None
+        parent = self._parent_of(extent.ref)
         node = Node(slot, extent, parent)
         extent.node = node
         if parent is not None:
             parent.children.add(node)
+        elif extent.ref.parent is not None:
+            self._orphans.setdefault(extent.ref.parent, set()).add(node)
         if slot == len(self._slots):
             self._slots.append(node)
         else:
@@ -188,11 +170,13 @@ class RecordTable:
         self.nodes[extent.ref.key] = node
         return node
 
-    def _replace(self, node: Node, extent: Extent) -> None:
+    def _replace(self, node: Node, extent: Extent, hint: Hint) -> None:
         old, node.extent, extent.node = node.extent, extent, node
         old.node = None
         self._policy.unpin([node.slot] * old.leases)
         self._policy.hit((node.slot,))
+        if hint is not NO_HINT:
+            self._policy.hint((node.slot,), (hint,))
         self._drop_hold(old)
 
     def abort(self, handles: Iterable[HostHandle]) -> None:
@@ -206,17 +190,20 @@ class RecordTable:
     def _end_reservation(self, handle: HostHandle) -> None:
         self._forget(handle)
         self.reservations -= 1
-        del self._pending[handle.ref.exact][handle.ref.key]
+        versions = self._pending[handle.ref.key]
+        del versions[handle.extent.fidelity]
+        if not versions:
+            del self._pending[handle.ref.key]
 
     # ---- readers
 
-    def lease(self, keys: Iterable[bytes], owner: Owner) -> list[HostHandle]:
-        """Lease the leading keys that are ready, and renew their recency."""
+    def lease(self, keys: Iterable[bytes], owner: Owner, *, exact: bool, renew: bool) -> list[HostHandle]:
+        """Lease the leading keys that are ready (`exact`: and exact); `renew` their recency."""
         handles: list[HostHandle] = []
         slots: list[int] = []
         for key in keys:
             node = self.nodes.get(key)
-            if node is None:
+            if node is None or (exact and not node.extent.ref.exact):
                 break
             node.extent.holds += 1
             node.extent.leases += 1
@@ -226,7 +213,8 @@ class RecordTable:
             self._held.setdefault(owner, {}).update(dict.fromkeys(handles))
             self.leases += len(handles)
             slots.reverse()
-            self._policy.hit(slots)
+            if renew:
+                self._policy.hit(slots)
             self._policy.pin(slots)
         return handles
 
@@ -297,25 +285,49 @@ class RecordTable:
         if extent.holds == 0:
             self._slab.free(extent.offset)
 
+    # ---- order
+
+    def hint(self, keys: Sequence[bytes], hints: Sequence[Hint]) -> None:
+        """See `Tier.hint`."""
+        found = [(node.slot, hint) for key, hint in zip(keys, hints, strict=True) if (node := self.nodes.get(key))]
+        self._policy.hint([slot for slot, _ in found], [hint for _, hint in found])
+
+    def duplicate(self, keys: Iterable[bytes], *, above: bool) -> None:
+        """See `HostTier.duplicate`."""
+        self._policy.duplicate([node.slot for key in keys if (node := self.nodes.get(key))], above=above)
+
+    def coldest(self, count: int) -> list[bytes]:
+        """See `HostTier.coldest`."""
+        nodes = (self._slots[slot] for slot in self._policy.victims(count))
+        return [node.extent.ref.key for node in nodes if node is not None]
+
     # ---- removal
 
-    def drop(self, node: Node) -> int:
+    def drop(self, node: Node, *, evicted: bool = False) -> int:
         """Remove a node and its descendants; returns how many. Their bytes stay while somebody holds them."""
         doomed = [node]
         for parent in doomed:
             doomed.extend(parent.children)
         doomed.reverse()
-        self._policy.remove([gone.slot for gone in doomed])
+        self._policy.remove([gone.slot for gone in doomed], evicted=evicted)
         if node.parent is not None:
             node.parent.children.discard(node)
+        elif node.extent.ref.parent is not None:
+            self._forget_orphan(node, node.extent.ref.parent)
         for gone in doomed:
             self._slots[gone.slot] = None
             self._free_slots.append(gone.slot)
-            gone.slot = _GONE
+            gone.slot = GONE
             gone.extent.node = None
             del self.nodes[gone.extent.ref.key]
             self._drop_hold(gone.extent)
         return len(doomed)
+
+    def _forget_orphan(self, node: Node, parent: bytes) -> None:
+        siblings = self._orphans[parent]
+        siblings.discard(node)
+        if not siblings:
+            del self._orphans[parent]
 
     def drop_keys(self, keys: Iterable[bytes]) -> int:
         """Remove what is there of these keys, with descendants; returns how many records went."""
@@ -331,26 +343,30 @@ class RecordTable:
         self._slab.check()
         handles = [handle for held in self._held.values() for handle in held]
         leases = Counter(handle.extent for handle in handles if handle.leased)
-        pending = [extent for side in self._pending for extent in side.values()]
+        pending = [extent for versions in self._pending.values() for extent in versions.values()]
         extents = {node.extent for node in self.nodes.values()} | set(pending) | set(leases)
         expected = Counter(pending) + Counter(node.extent for node in self.nodes.values()) + leases
         reserved = {handle.extent for handle in handles if not handle.leased}
-        tree = all(
-            self._slots[node.slot] is node
-            and node.extent.node is node
-            and (node.parent is None or (node.parent.slot != _GONE and node in node.parent.children))
-            and all(child.parent is node and child.slot != _GONE for child in node.children)
-            for node in self.nodes.values()
-        )
+        orphans = {id(n) for n in self.nodes.values() if n.parent is None and n.extent.ref.parent is not None}
         used = sum(round_up(extent.nbytes) for extent in extents)
         facts = {
             "holds": all(extent.holds >= expected[extent] and extent.leases == leases[extent] for extent in extents),
             "reservations": reserved == set(pending) and self.reservations == len(pending),
             "leases": self.leases == leases.total(),
-            "tree": tree and len(self._slots) - len(self._free_slots) == len(self.nodes),
+            "tree": all(self._in_tree(key, node) for key, node in self.nodes.items()),
+            "slots": len(self._slots) - len(self._free_slots) == len(self.nodes),
+            "orphans": {id(node) for nodes in self._orphans.values() for node in nodes} == orphans,
             "bytes": used <= self._slab.used_bytes <= self._slab.nbytes,
             "disjoint": len({extent.offset for extent in extents}) == len(extents),
         }
         broken = [name for name, good in facts.items() if not good]
         if broken:
             raise TierError(f"host records are inconsistent: {', '.join(broken)}")
+
+    def _in_tree(self, key: bytes, node: Node) -> bool:
+        linked = self._slots[node.slot] is node and node.extent.node is node and node.extent.ref.key == key
+        children = all(child.parent is node and child.slot != GONE for child in node.children)
+        if node.parent is None:
+            return linked and children and node.extent.ref.parent not in self.nodes
+        parent = node.parent
+        return linked and children and parent.slot != GONE and node in parent.children

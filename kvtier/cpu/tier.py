@@ -10,15 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import Counter as Metric
 
-from kvtier.cpu.records import HostHandle, RecordTable
+from kvtier.cpu.holds import HostHandle
+from kvtier.cpu.records import RecordTable
 from kvtier.cpu.region import PAGE
 from kvtier.cpu.slab import HostSlab
 from kvtier.errors import FormatMismatch, LeaseError, TierUnavailable
+from kvtier.hints import NO_HINT, Hint
 from kvtier.keys import STORE_KEY_BYTES
 from kvtier.layout import Span
 from kvtier.metrics import Metrics
 from kvtier.policies import EvictionPolicy, LruPolicy
 from kvtier.tiers import (
+    OWN_WORK,
     BlockRef,
     Completions,
     Done,
@@ -81,28 +84,38 @@ class HostTier:
 
     # ---- readers
 
-    def contains(self, keys: Sequence[bytes], deadline: float | None = None) -> Ticket:
+    def contains(self, keys: Sequence[bytes], deadline: float | None = None, *, exact: bool = False) -> Ticket:
         """See `Tier.contains`."""
         if expired(deadline):
             return self._finish([Status.TIMEOUT] * len(keys))
         with self._state():
             nodes = self._table.nodes
-            statuses = [Status.OK if key in nodes else Status.MISS for key in keys]
-        return self._finish(statuses)
+            if exact:
+                good = [(node := nodes.get(key)) is not None and node.extent.ref.exact for key in keys]
+            else:
+                good = [key in nodes for key in keys]
+        return self._finish([Status.OK if found else Status.MISS for found in good])
 
-    def acquire(self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None) -> Ticket:
-        """See `Tier.acquire`: verifies the checksum of every block that it hands out."""
+    def acquire(
+        self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None, *, exact: bool = False
+    ) -> Ticket:
+        """See `Tier.acquire`: verifies the checksum of every block that it hands out.
+
+        The store's own work (`tiers.OWN_WORK`) renews no recency, and counts neither hits nor misses.
+        """
         if expired(deadline):
             return self._finish([Status.TIMEOUT] * len(keys))
+        asked = not owner.startswith(OWN_WORK)
         with self._timed("acquire"):
             with self._state():
-                handles = self._table.lease(keys, owner)
+                handles = self._table.lease(keys, owner, exact=exact, renew=asked)
             statuses = self._verify_run(handles, deadline)
             good = statuses.count(Status.OK)
             if good < len(handles):
                 self._give_back(handles[good:])
-        self._count(self._metrics.hit_blocks, good)
-        self._count(self._metrics.missed_blocks, len(keys) - good)
+        if asked:
+            self._count(self._metrics.hit_blocks, good)
+            self._count(self._metrics.missed_blocks, len(keys) - good)
         rest = Status.TIMEOUT if statuses[-1:] == [Status.TIMEOUT] else Status.MISS
         return self._finish(statuses + [rest] * (len(keys) - len(statuses)), handles[:good])
 
@@ -154,7 +167,7 @@ class HostTier:
         return self._finish(statuses)
 
     def _read(self, handle: HostHandle, out: memoryview) -> Status:
-        target = np.frombuffer(out, np.uint8, handle.nbytes)
+        target = _bytes_of(out, handle)
         np.copyto(target, handle.extent.array[: handle.nbytes])
         return self._verify(handle, target)
 
@@ -165,7 +178,7 @@ class HostTier:
                 self._table.release(self._table.require(handles, leased=True))
 
     def release_owner(self, owner: Owner) -> None:
-        """End all leases and reservations of an owner that is gone. Unknown owners hold nothing."""
+        """See `Tier.release_owner`."""
         with self._changed():
             held = self._table.held_by(owner)
             self._table.release([handle for handle in held if handle.leased])
@@ -174,18 +187,24 @@ class HostTier:
     # ---- writers
 
     def reserve(
-        self, refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str], owner: Owner
+        self,
+        refs: Sequence[BlockRef],
+        sizes: Sequence[int],
+        fmts: Sequence[str],
+        owner: Owner,
+        hints: Sequence[Hint] | None = None,
     ) -> list[Reservation]:
-        """See `Tier.reserve`. An exact record may be reserved over a lossy one and replaces it at `commit`.
+        """See `Tier.reserve`. A version of higher fidelity may be reserved over a record; `commit` replaces it then.
 
         Raises:
-            FormatMismatch: a size, format or key that no record can have.
+            FormatMismatch: a size, format or key that no record can have, or not as many hints.
         """
-        _check_records(refs, sizes, fmts)
+        wanted = [NO_HINT] * len(refs) if hints is None else hints
+        _check_records(refs, sizes, fmts, wanted)
         with self._changed():
             self._require_open()
             evicted = self._table.evicted
-            results = self._table.reserve(refs, sizes, fmts, owner)
+            results = self._table.reserve(refs, sizes, fmts, owner, wanted)
             evicted = self._table.evicted - evicted
         if evicted:
             self._metrics.evicted_blocks.labels(self.name, "capacity").inc(evicted)
@@ -242,6 +261,32 @@ class HostTier:
         """See `Tier.abort`."""
         with self._changed():
             self._table.abort(handle for handle in handles if isinstance(handle, HostHandle))
+
+    # ---- order
+
+    def hint(self, keys: Sequence[bytes], hints: Sequence[Hint]) -> None:
+        """See `Tier.hint`.
+
+        Raises:
+            FormatMismatch: not as many hints as keys.
+        """
+        if len(keys) != len(hints):
+            raise FormatMismatch(f"{len(keys)} keys, {len(hints)} hints: expected as many of each")
+        with self._state():
+            self._table.hint(keys, hints)
+
+    def duplicate(self, keys: Sequence[bytes], *, above: bool) -> None:
+        """The device holds these records too (or does not any more): while it does, they leave before all others.
+
+        Keys that are absent are ignored.
+        """
+        with self._state():
+            self._table.duplicate(keys, above=above)
+
+    def coldest(self, count: int) -> list[bytes]:
+        """Keys of up to `count` records that would be evicted next, in that order. None is."""
+        with self._state():
+            return self._table.coldest(count)
 
     # ---- removal
 
@@ -369,11 +414,17 @@ class HostTier:
 def _fill(handle: HostHandle, source: memoryview | None) -> bytes:
     """Put bytes in place if they are not, clear the padding, and return the checksum."""
     target = handle.extent.array
+    if handle.nbytes < len(target):
+        # Lower tiers write whole pages: what an earlier record left behind must not reach a disk.
+        target[handle.nbytes :] = 0
+        target = target[: handle.nbytes]
     if source is not None:
-        np.copyto(target[: handle.nbytes], np.frombuffer(source, np.uint8, handle.nbytes))
-    # Lower tiers write whole pages: what an earlier record left behind must not reach a disk.
-    target[handle.nbytes :] = 0
-    return block_checksum(handle.ref, handle.fmt, target[: handle.nbytes].data)
+        np.copyto(target, _bytes_of(source, handle))
+    return block_checksum(handle.ref, handle.fmt, target.data)
+
+
+def _bytes_of(buffer: memoryview, handle: Handle) -> NDArray[np.uint8]:
+    return np.frombuffer(buffer, np.uint8, handle.nbytes)
 
 
 def _check_buffer(handle: Handle, data: memoryview, *, writable: bool) -> None:
@@ -385,9 +436,11 @@ def _check_buffer(handle: Handle, data: memoryview, *, writable: bool) -> None:
         )
 
 
-def _check_records(refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str]) -> None:
-    if not len(refs) == len(sizes) == len(fmts):
-        raise FormatMismatch(f"{len(refs)} refs, {len(sizes)} sizes, {len(fmts)} formats: expected as many of each")
+def _check_records(refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str], hints: Sequence[Hint]) -> None:
+    if not len(refs) == len(sizes) == len(fmts) == len(hints):
+        raise FormatMismatch(
+            f"{len(refs)} refs, {len(sizes)} sizes, {len(fmts)} formats, {len(hints)} hints: expected as many of each"
+        )
     for ref, nbytes, fmt in zip(refs, sizes, fmts, strict=True):
         if nbytes < 1 or len(ref.key) != STORE_KEY_BYTES or not (0 < len(fmt) <= _FMT_CHARS and fmt.isascii()):
             raise FormatMismatch(

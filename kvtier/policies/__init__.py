@@ -1,6 +1,29 @@
-"""Policies: which block leaves first. Pure decisions, no bytes, no threads."""
+"""Policies: what leaves first, what is written, what is fetched early. Pure decisions, no bytes, no threads."""
 
+from kvtier.policies.admission import AdmissionPolicy, AlwaysAdmit, BudgetedAdmission, SecondTouch
+from kvtier.policies.arc import ArcPolicy
 from kvtier.policies.base import EvictionPolicy
+from kvtier.policies.clock2 import Clock2Policy
 from kvtier.policies.lru import LruPolicy
+from kvtier.policies.optimum import optimum_hits
+from kvtier.policies.prefetch import NextTurn, NoPrefetch, PrefetchPolicy
+from kvtier.policies.registry import POLICIES, make_policy
+from kvtier.policies.s3fifo import S3FifoPolicy
 
-__all__ = ["EvictionPolicy", "LruPolicy"]
+__all__ = [
+    "POLICIES",
+    "AdmissionPolicy",
+    "AlwaysAdmit",
+    "ArcPolicy",
+    "BudgetedAdmission",
+    "Clock2Policy",
+    "EvictionPolicy",
+    "LruPolicy",
+    "NextTurn",
+    "NoPrefetch",
+    "PrefetchPolicy",
+    "S3FifoPolicy",
+    "SecondTouch",
+    "make_policy",
+    "optimum_hits",
+]

@@ -1,9 +1,12 @@
-"""Public conformance suites: what a tier or policy must do, ready to subclass in a third party's tests.
+"""Public conformance suites, ready to subclass in a third party's tests, and a tier that fails as it is told to.
 
 Nothing here imports a test framework; pytest rewrites the asserts where `pytest.register_assert_rewrite` names them.
 """
 
+from kvtier.testing.faults import Fault, Kind
+from kvtier.testing.faulty import FaultyHostTier, FaultyTier
+from kvtier.testing.formats import FormatSuite
 from kvtier.testing.policies import PolicySuite
 from kvtier.testing.tiers import TierSuite
 
-__all__ = ["PolicySuite", "TierSuite"]
+__all__ = ["Fault", "FaultyHostTier", "FaultyTier", "FormatSuite", "Kind", "PolicySuite", "TierSuite"]

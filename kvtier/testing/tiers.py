@@ -3,73 +3,20 @@
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
+from kvtier.formats import fidelity, names
 from kvtier.metrics import Metrics
 from kvtier.testing.blocks import chain_refs, content, load, put, raises_lease_error, run_length
-from kvtier.tiers import BlockRef, Exists, Full, Handle, Reservation, Status, Ticket, Tier
+from kvtier.testing.tier_case import WAIT
+from kvtier.testing.tier_hints import HintSuite
+from kvtier.tiers import BlockRef, Exists, Full, Handle, Status, Ticket, Tier
 
 __all__ = ["TierSuite"]
 
-_WAIT = 30.0
 
-
-class TierSuite:
-    """Subclass it in a module that pytest collects, and say how to make and how to damage the tier.
-
-    Attributes:
-        block_bytes, capacity_blocks: blocks of this size, of which the tier under test must hold exactly so many.
-        eviction_slack: blocks that the tier may evict beyond what it needs (it evicts in batches).
-        eager_closure: descendants of a dropped block are gone at once, not only unreachable.
-    """
-
-    block_bytes = 16384
-    capacity_blocks = 16
-    eviction_slack = 0
-    eager_closure = True
-
-    def make_tier(self, capacity_bytes: int, metrics: Metrics) -> Tier:
-        """A new, empty tier that takes nothing beyond `capacity_bytes` and counts in `metrics`."""
-        raise NotImplementedError
-
-    def corrupt(self, tier: Tier, key: bytes) -> None:
-        """Flip a bit of the stored bytes of a ready record behind the tier's back."""
-        raise NotImplementedError
-
-    @contextmanager
-    def _tier(self, metrics: Metrics | None = None) -> Iterator[Tier]:
-        tier = self.make_tier(self.capacity_blocks * self.block_bytes, metrics or Metrics())
-        try:
-            yield tier
-        finally:
-            tier.close()
-
-    def _put(self, tier: Tier, refs: Sequence[BlockRef]) -> list[Reservation]:
-        return put(tier, refs, self.block_bytes)
-
-    def _reserve(self, tier: Tier, refs: Sequence[BlockRef], owner: str = "writer") -> list[Reservation]:
-        return tier.reserve(refs, [self.block_bytes] * len(refs), ["raw"] * len(refs), owner)
-
-    def _reserved(self, tier: Tier, refs: Sequence[BlockRef]) -> list[Handle]:
-        results = self._reserve(tier, refs)
-        handles = [result for result in results if isinstance(result, Handle)]
-        assert len(handles) == len(refs), results
-        return handles
-
-    def _write(self, tier: Tier, handles: Sequence[Handle]) -> None:
-        items = [(handle, content(handle.ref, self.block_bytes)) for handle in handles]
-        assert tier.write(items).wait(_WAIT).statuses == (Status.OK,) * len(items)
-
-    def _assert_loads(self, tier: Tier, refs: Sequence[BlockRef]) -> None:
-        for ref, (status, data) in zip(refs, load(tier, [ref.key for ref in refs]), strict=True):
-            assert status is Status.OK
-            assert data == content(ref, self.block_bytes)
-
-    def _assert_idle(self, tier: Tier) -> None:
-        stats = tier.stats()
-        assert (stats["leases"], stats["reservations"]) == (0, 0)
-        assert stats["bytes"] <= stats["capacity_bytes"] <= self.capacity_blocks * self.block_bytes
+class TierSuite(HintSuite):
+    """Subclass it in a module that pytest collects, and say how to make and how to damage the tier (see `TierCase`)."""
 
     # ---- one block's life
 
@@ -96,11 +43,11 @@ class TierSuite:
 
     def test_empty_batches(self) -> None:
         with self._tier() as tier:
-            assert tier.contains([]).wait(_WAIT).statuses == ()
-            assert tier.acquire([], "o").wait(_WAIT).statuses == ()
-            assert tier.read([]).wait(_WAIT).statuses == ()
-            assert tier.write([]).wait(_WAIT).statuses == ()
-            assert tier.remove([]).wait(_WAIT).statuses == ()
+            assert tier.contains([]).wait(WAIT).statuses == ()
+            assert tier.acquire([], "o").wait(WAIT).statuses == ()
+            assert tier.read([]).wait(WAIT).statuses == ()
+            assert tier.write([]).wait(WAIT).statuses == ()
+            assert tier.remove([]).wait(WAIT).statuses == ()
             assert tier.reserve([], [], [], "o") == []
             tier.commit([])
             tier.abort([])
@@ -135,7 +82,7 @@ class TierSuite:
         with self._tier() as tier:
             self._put(tier, lossy)
             assert self._reserve(tier, lossy) == [Exists(ready=True)]
-            old = tier.acquire([lossy[0].key], "reader").wait(_WAIT).handles
+            old = tier.acquire([lossy[0].key], "reader").wait(WAIT).handles
             assert not old[0].ref.exact
             assert isinstance(self._put(tier, exact)[0], Handle)
             assert self._read(tier, old) == [content(lossy[0], self.block_bytes)]
@@ -145,9 +92,41 @@ class TierSuite:
             assert tier.stats()["blocks"] == 1
             self._assert_idle(tier)
 
+    def test_a_format_of_higher_fidelity_replaces_a_lower_one(self) -> None:
+        refs = chain_refs(2, exact=False)
+        low, *_, high = sorted(names(), key=fidelity)
+        assert fidelity(low) < fidelity(high)
+        with self._tier() as tier:
+            self._put_with(tier, refs, low)
+            assert all(isinstance(result, Handle) for result in self._put_with(tier, refs, high))
+            assert self._put_with(tier, refs, low) == [Exists(ready=True)] * 2
+            assert self._put_with(tier, refs, high) == [Exists(ready=True)] * 2
+            handles = tier.acquire([ref.key for ref in refs], "reader").wait(WAIT).handles
+            assert [handle.fmt for handle in handles] == [high] * 2
+            tier.release(handles)
+            assert tier.stats()["blocks"] == 2
+            exact = chain_refs(2)
+            assert all(isinstance(result, Handle) for result in self._put_with(tier, exact, low))
+            self._assert_loads(tier, exact)
+            self._assert_idle(tier)
+
+    def test_of_two_versions_in_flight_the_better_one_stays(self) -> None:
+        lossy, exact = chain_refs(1, exact=False), chain_refs(1)
+        with self._tier() as tier:
+            slow = self._reserved(tier, lossy)
+            assert self._reserve(tier, lossy) == [Exists(ready=False)]
+            fast = self._reserved(tier, exact)
+            assert self._reserve(tier, lossy) == [Exists(ready=False)]
+            for handles in (fast, slow):
+                self._write(tier, handles)
+                tier.commit(handles)
+            self._assert_loads(tier, exact)
+            assert tier.stats()["blocks"] == 1
+            self._assert_idle(tier)
+
     def _read(self, tier: Tier, handles: Sequence[Handle]) -> list[memoryview]:
         buffers = [memoryview(bytearray(handle.nbytes)) for handle in handles]
-        done = tier.read(list(zip(handles, buffers, strict=True))).wait(_WAIT)
+        done = tier.read(list(zip(handles, buffers, strict=True))).wait(WAIT)
         assert done.statuses == (Status.OK,) * len(handles)
         return buffers
 
@@ -158,14 +137,31 @@ class TierSuite:
         keys = [ref.key for ref in refs]
         with self._tier() as tier:
             self._put(tier, refs[:3])
-            done = tier.acquire(keys, "reader").wait(_WAIT)
+            done = tier.acquire(keys, "reader").wait(WAIT)
             assert [handle.ref for handle in done.handles] == refs[:3]
             assert done.statuses[:3] == (Status.OK,) * 3
             assert Status.OK not in done.statuses[3:]
             assert len(done.statuses) == 6
             assert tier.stats()["leases"] == 3
             tier.release(done.handles)
-            assert tier.acquire(keys[4:], "reader").wait(_WAIT).handles == ()
+            assert tier.acquire(keys[4:], "reader").wait(WAIT).handles == ()
+            self._assert_idle(tier)
+
+    def test_who_asks_for_exact_blocks_gets_no_other(self) -> None:
+        lossy, exact = chain_refs(5, exact=False), chain_refs(5)
+        mixed = [*exact[:2], lossy[2], *exact[3:]]
+        keys = [ref.key for ref in mixed]
+        with self._tier() as tier:
+            self._put(tier, mixed)
+            statuses = tier.contains(keys, exact=True).wait(WAIT).statuses
+            assert statuses == (Status.OK, Status.OK, Status.MISS, Status.OK, Status.OK)
+            done = tier.acquire(keys, "reader", exact=True).wait(WAIT)
+            assert [handle.ref for handle in done.handles] == mixed[:2]
+            assert Status.OK not in done.statuses[2:]
+            tier.release(done.handles)
+            done = tier.acquire(keys, "reader").wait(WAIT)
+            assert [handle.ref.exact for handle in done.handles] == [True, True, False, True, True]
+            tier.release(done.handles)
             self._assert_idle(tier)
 
     def test_namespaces_with_equal_tokens_are_independent(self) -> None:
@@ -176,7 +172,7 @@ class TierSuite:
             self._put(tier, two)
             self._assert_loads(tier, one)
             self._assert_loads(tier, two)
-            assert tier.clear(one[0].ns).wait(_WAIT).statuses == (Status.OK,)
+            assert tier.clear(one[0].ns).wait(WAIT).statuses == (Status.OK,)
             assert run_length(tier, one) == 0
             self._assert_loads(tier, two)
 
@@ -188,16 +184,16 @@ class TierSuite:
         with self._tier() as tier:
             handles = self._reserved(tier, refs)
             items = [(handle, content(handle.ref, self.block_bytes)) for handle in handles]
-            assert tier.write(items, past).wait(_WAIT).statuses == late
+            assert tier.write(items, past).wait(WAIT).statuses == late
             assert raises_lease_error(tier.commit, handles)
             self._write(tier, handles)
             tier.commit(handles)
-            assert tier.contains(keys, past).wait(_WAIT).statuses == late
-            done = tier.acquire(keys, "reader", past).wait(_WAIT)
+            assert tier.contains(keys, past).wait(WAIT).statuses == late
+            done = tier.acquire(keys, "reader", past).wait(WAIT)
             assert (done.statuses, done.handles) == (late, ())
-            leased = tier.acquire(keys, "reader").wait(_WAIT).handles
+            leased = tier.acquire(keys, "reader").wait(WAIT).handles
             out = [(handle, memoryview(bytearray(handle.nbytes))) for handle in leased]
-            assert tier.read(out, past).wait(_WAIT).statuses == late
+            assert tier.read(out, past).wait(WAIT).statuses == late
             tier.release(leased)
             self._assert_loads(tier, refs)
             self._assert_idle(tier)
@@ -210,12 +206,12 @@ class TierSuite:
             tier.poll()
             tickets = [tier.contains(keys), tier.acquire(keys, "reader")]
             seen: list[Ticket] = []
-            end = time.monotonic() + _WAIT
+            end = time.monotonic() + WAIT
             while len(seen) < 2 and time.monotonic() < end:
                 seen += [done.ticket for done in tier.poll()]
             assert sorted(map(id, seen)) == sorted(map(id, tickets))
             assert tier.poll() == []
-            tier.release(tickets[1].wait(_WAIT).handles)
+            tier.release(tickets[1].wait(WAIT).handles)
 
     # ---- holds
 
@@ -223,7 +219,7 @@ class TierSuite:
         refs = chain_refs(2)
         with self._tier() as tier:
             self._put(tier, refs)
-            handles = tier.acquire([ref.key for ref in refs], "reader").wait(_WAIT).handles
+            handles = tier.acquire([ref.key for ref in refs], "reader").wait(WAIT).handles
             assert raises_lease_error(tier.release, [handles[0], handles[0]])
             assert tier.stats()["leases"] == 2
             tier.release(handles)
@@ -265,7 +261,7 @@ class TierSuite:
         kept = chain_refs(half, seed=1)
         with self._tier() as tier:
             self._put(tier, kept)
-            leased = tier.acquire([ref.key for ref in kept], "reader").wait(_WAIT).handles
+            leased = tier.acquire([ref.key for ref in kept], "reader").wait(WAIT).handles
             for seed in range(2, 6):
                 self._put(tier, chain_refs(half, seed=seed))
             assert self._read(tier, leased) == [content(ref, self.block_bytes) for ref in kept]
@@ -276,19 +272,38 @@ class TierSuite:
             assert run_length(tier, kept) == 0
             self._assert_idle(tier)
 
+    def test_release_owner_ends_all_that_it_holds(self) -> None:
+        refs, more = chain_refs(3), chain_refs(2, seed=1)
+        keys = [ref.key for ref in refs]
+        with self._tier() as tier:
+            self._put(tier, refs)
+            gone = tier.acquire(keys, "gone").wait(WAIT).handles
+            kept = tier.acquire(keys, "kept").wait(WAIT).handles
+            reserved = [result for result in self._reserve(tier, more, "gone") if isinstance(result, Handle)]
+            tier.release_owner("gone")
+            tier.release_owner("gone")
+            tier.release_owner("nobody")
+            assert (tier.stats()["leases"], tier.stats()["reservations"]) == (3, 0)
+            assert raises_lease_error(tier.release, gone)
+            assert raises_lease_error(tier.commit, reserved)
+            tier.abort(reserved)
+            assert self._read(tier, kept) == [content(ref, self.block_bytes) for ref in refs]
+            tier.release(kept)
+            self._assert_idle(tier)
+
     def test_remove_while_leased(self) -> None:
         refs = chain_refs(2)
         keys = [ref.key for ref in refs]
         with self._tier() as tier:
             self._put(tier, refs)
-            leased = tier.acquire(keys, "reader").wait(_WAIT).handles
-            assert tier.remove(keys).wait(_WAIT).statuses == (Status.OK, Status.OK)
+            leased = tier.acquire(keys, "reader").wait(WAIT).handles
+            assert tier.remove(keys).wait(WAIT).statuses == (Status.OK, Status.OK)
             assert run_length(tier, refs) == 0
             self._put(tier, refs)
             self._put(tier, chain_refs(self.capacity_blocks, seed=9))
             assert self._read(tier, leased) == [content(ref, self.block_bytes) for ref in refs]
             tier.release(leased)
-            tier.clear().wait(_WAIT)
+            tier.clear().wait(WAIT)
             assert tier.stats()["bytes"] == 0
             self._assert_idle(tier)
 
@@ -299,11 +314,11 @@ class TierSuite:
         keys = [ref.key for ref in refs]
         with self._tier() as tier:
             self._put(tier, refs)
-            assert tier.remove(keys[2:3]).wait(_WAIT).statuses == (Status.OK,)
+            assert tier.remove(keys[2:3]).wait(WAIT).statuses == (Status.OK,)
             assert [status for status, _ in load(tier, keys)] == [Status.OK] * 2 + [Status.MISS] * 3
             if self.eager_closure:
                 assert tier.stats()["blocks"] == 2
-            assert tier.remove(keys[2:3]).wait(_WAIT).statuses == (Status.MISS,)
+            assert tier.remove(keys[2:3]).wait(WAIT).statuses == (Status.MISS,)
             self._put(tier, refs)
             self._assert_loads(tier, refs)
 
@@ -337,7 +352,7 @@ class TierSuite:
                 assert stats["blocks"] <= count
                 assert stats["bytes"] <= stats["capacity_bytes"] <= count * self.block_bytes
                 self._assert_loads(tier, refs)
-            leased = tier.acquire([ref.key for ref in refs], "reader").wait(_WAIT).handles
+            leased = tier.acquire([ref.key for ref in refs], "reader").wait(WAIT).handles
             refused = self._reserve(tier, chain_refs(3, seed=9))
             assert all(isinstance(result, Full) for result in refused)
             assert isinstance(refused[2], Full)
@@ -374,7 +389,7 @@ class TierSuite:
             self._assert_loads(tier, old[:left])
 
     def _assert_tail_is_gone(self, tier: Tier, refs: Sequence[BlockRef], left: int) -> None:
-        tail = tier.contains([ref.key for ref in refs[left:]]).wait(_WAIT).statuses
+        tail = tier.contains([ref.key for ref in refs[left:]]).wait(WAIT).statuses
         assert Status.OK not in tail
 
     def test_acquire_renews_recency_and_contains_does_not(self) -> None:
@@ -389,6 +404,20 @@ class TierSuite:
             self._put(tier, chain_refs(half, seed=3))
             assert run_length(tier, asked) == 0
             assert run_length(tier, used) >= half - self.eviction_slack
+
+    def test_a_parent_that_arrives_later_is_the_parent_still(self) -> None:
+        refs = chain_refs(3)
+        with self._tier() as tier:
+            self._put(tier, refs[2:])
+            self._put(tier, refs[1:2])
+            self._put(tier, refs[:1])
+            self._assert_loads(tier, refs)
+            tier.remove([refs[0].key]).wait(WAIT)
+            if self.eager_closure:
+                assert tier.stats()["blocks"] == 0
+            assert run_length(tier, refs) == 0
+            self._put(tier, refs)
+            self._assert_loads(tier, refs)
 
     def test_no_child_outlives_its_parent(self) -> None:
         dice = random.Random(8)  # noqa: S311
@@ -424,11 +453,11 @@ class TierSuite:
                 elif event == "load":
                     load(tier, [ref.key for ref in part])
                 elif event == "remove":
-                    tier.remove([part[-1].key]).wait(_WAIT)
+                    tier.remove([part[-1].key]).wait(WAIT)
                 else:
                     tier.abort([got for got in self._reserve(tier, part) if isinstance(got, Handle)])
                 self._assert_idle(tier)
-            tier.clear().wait(_WAIT)
+            tier.clear().wait(WAIT)
             stats = tier.stats()
             assert (stats["blocks"], stats["bytes"]) == (0, 0)
 
@@ -443,7 +472,7 @@ class TierSuite:
                 for _ in range(25):
                     refs = dice.choice(chains)[: dice.randint(1, self.capacity_blocks // 2)]
                     if dice.random() < 0.1:
-                        tier.remove([refs[-1].key]).wait(_WAIT)
+                        tier.remove([refs[-1].key]).wait(WAIT)
                     put(tier, refs, self.block_bytes, f"writer-{number}")
                     found = load(tier, [ref.key for ref in refs], f"reader-{number}")
                     for ref, (status, data) in zip(refs, found, strict=True):
@@ -463,7 +492,7 @@ class TierSuite:
             assert wrong == []
             assert not metrics.registry.get_sample_value("kvtier_corrupt_blocks_total", {"tier": tier.name})
             self._assert_idle(tier)
-            tier.clear().wait(_WAIT)
+            tier.clear().wait(WAIT)
             assert tier.stats()["bytes"] == 0
 
     def test_close_is_idempotent(self) -> None:

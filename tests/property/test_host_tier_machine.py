@@ -1,18 +1,24 @@
-"""The host tier against a dict: any order of verbs, two sizes of block, tiny capacity."""
+"""The host tier against a dict: any order of verbs, two sizes of block, two formats, every policy, tiny capacity."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from kvtier.cpu import HostTier
+from kvtier.formats import fidelity
+from kvtier.hints import Hint
+from kvtier.policies import make_policy
 from kvtier.testing.blocks import chain_refs, content
 from kvtier.tiers import BlockRef, Exists, Full, Handle, Status
 
 CHAINS = [chain_refs(6, seed=seed, salt=salt, exact=True) for seed in range(2) for salt in ("a", "b")]
+PARENTS = {ref.key: ref.parent for chain in CHAINS for ref in chain}
 PAGES = 14
 
 chains = st.sampled_from(CHAINS)
 owners = st.sampled_from(["x", "y"])
+formats = st.sampled_from(["raw", "int4r"])
+hints = st.sampled_from([Hint(), Hint(reuse="none"), Hint(priority=4), Hint(ttl=0), Hint(reuse="likely", session="s")])
 ranges = st.tuples(st.integers(0, 5), st.integers(1, 6)).map(lambda cut: slice(cut[0], cut[0] + cut[1]))
 
 
@@ -20,22 +26,27 @@ def nbytes(ref: BlockRef) -> int:
     return 12288 if ref.depth == 1 else 3000
 
 
+def rank(ref: BlockRef, fmt: str) -> tuple[bool, int]:
+    return ref.exact, fidelity(fmt)
+
+
 class HostTierMachine(RuleBasedStateMachine):
+    policy = "lru"
     reservations = Bundle("reservations")
     leases = Bundle("leases")
 
     def __init__(self) -> None:
         super().__init__()
-        self.tier = HostTier(PAGES * 4096)
-        self.ready: dict[bytes, bool] = {}  # key -> exact
+        self.tier = HostTier(PAGES * 4096, policy=make_policy(self.policy, PAGES))
+        self.ready: dict[bytes, tuple[bool, int]] = {}  # key -> fidelity
         self.parent: dict[bytes, bytes | None] = {}  # only of ready keys, only ready parents
         self.held: dict[Handle, str] = {}  # live handle -> "reserved" | "written" | "leased"
         self.outlived: set[Handle] = set()  # leases whose record was removed or replaced since
 
     # ---- the model
 
-    def pending(self, key: bytes) -> list[bool]:
-        return [h.ref.exact for h, state in self.held.items() if state != "leased" and h.ref.key == key]
+    def pending(self, key: bytes) -> list[tuple[bool, int]]:
+        return [rank(h.ref, h.fmt) for h, state in self.held.items() if state != "leased" and h.ref.key == key]
 
     def drop(self, key: bytes) -> None:
         for child in [child for child, parent in self.parent.items() if parent == key]:
@@ -60,22 +71,23 @@ class HostTierMachine(RuleBasedStateMachine):
 
     # ---- writers
 
-    @rule(target=reservations, refs=chains, cut=ranges, exact=st.booleans(), owner=owners)
-    def reserve(self, refs: list[BlockRef], cut: slice, exact: bool, owner: str):
+    @rule(target=reservations, refs=chains, cut=ranges, exact=st.booleans(), fmt=formats, owner=owners, hint=hints)
+    def reserve(self, refs: list[BlockRef], cut: slice, exact: bool, fmt: str, owner: str, hint: Hint):
         wanted = [ref._replace(exact=exact) for ref in refs[cut]]
         before = {ref.key: (self.ready.get(ref.key), self.pending(ref.key)) for ref in wanted}
-        results = self.tier.reserve(wanted, [nbytes(ref) for ref in wanted], ["raw"] * len(wanted), owner)
+        count, better = len(wanted), (exact, fidelity(fmt))
+        results = self.tier.reserve(wanted, [nbytes(ref) for ref in wanted], [fmt] * count, owner, [hint] * count)
         refused: set[bytes] = set()
         for ref, result in zip(wanted, results, strict=True):
             present, pending = before[ref.key]
             if isinstance(result, Exists) and result.ready:
                 assert present is not None
-                assert present >= exact
+                assert present >= better
             elif isinstance(result, Exists):
-                assert any(there >= exact for there in pending)
+                assert any(there >= better for there in pending)
             else:
-                # A present block may have been evicted for an earlier one of the batch, never ignored.
-                assert not any(there >= exact for there in pending)
+                assert present is None or present < better, "what a batch finds stays"
+                assert not any(there >= better for there in pending)
             if ref.parent in refused:
                 assert isinstance(result, Exists) or result == Full("parent_refused")
                 refused.add(ref.key)
@@ -107,11 +119,13 @@ class HostTierMachine(RuleBasedStateMachine):
         self.tier.commit([handle])
         del self.held[handle]
         key = handle.ref.key
+        better = rank(handle.ref, handle.fmt)
         if key not in self.ready:
             self.parent[key] = handle.ref.parent if handle.ref.parent in self.ready else None
-            self.ready[key] = handle.ref.exact
-        elif handle.ref.exact and not self.ready[key]:
-            self.ready[key] = True
+            self.ready[key] = better
+            self.parent.update((child, key) for child in self.ready if PARENTS[child] == key)
+        elif better > self.ready[key]:
+            self.ready[key] = better
             self.outlived.update(h for h, state in self.held.items() if state == "leased" and h.ref.key == key)
 
     @rule(handle=reservations)
@@ -122,13 +136,16 @@ class HostTierMachine(RuleBasedStateMachine):
 
     # ---- readers
 
-    @rule(target=leases, refs=chains, cut=ranges, owner=owners)
-    def acquire(self, refs: list[BlockRef], cut: slice, owner: str):
+    @rule(target=leases, refs=chains, cut=ranges, owner=owners, exact=st.booleans())
+    def acquire(self, refs: list[BlockRef], cut: slice, owner: str, exact: bool):
         keys = [ref.key for ref in refs[cut]]
-        done = self.tier.acquire(keys, owner).wait()
-        run = next((at for at, key in enumerate(keys) if key not in self.ready), len(keys))
+        good = [key in self.ready and self.ready[key][0] >= exact for key in keys]
+        there = self.tier.contains(keys, exact=exact).wait().statuses
+        assert there == tuple(Status.OK if found else Status.MISS for found in good)
+        done = self.tier.acquire(keys, owner, exact=exact).wait()
+        run = (*good, False).index(False)
         assert done.statuses == (Status.OK,) * run + (Status.MISS,) * (len(keys) - run)
-        assert [h.ref.exact for h in done.handles] == [self.ready[key] for key in keys[:run]]
+        assert [rank(h.ref, h.fmt) for h in done.handles] == [self.ready[key] for key in keys[:run]]
         self.held.update(dict.fromkeys(done.handles, "leased"))
         return multiple(*done.handles)
 
@@ -150,6 +167,28 @@ class HostTierMachine(RuleBasedStateMachine):
         self.tier.release_owner(owner)
         for handle in [handle for handle in self.held if handle.owner == owner]:
             del self.held[handle]
+
+    # ---- order
+
+    @rule(refs=chains, cut=ranges, hint=hints)
+    def hint(self, refs: list[BlockRef], cut: slice, hint: Hint) -> None:
+        keys = [ref.key for ref in refs[cut]]
+        self.tier.hint(keys, [hint] * len(keys))
+
+    @rule(refs=chains, cut=ranges, above=st.booleans())
+    def duplicate(self, refs: list[BlockRef], cut: slice, above: bool) -> None:
+        self.tier.duplicate([ref.key for ref in refs[cut]], above=above)
+
+    @rule(count=st.integers(0, 30))
+    def coldest(self, count: int) -> None:
+        keys = self.tier.coldest(count)
+        assert keys == self.tier.coldest(count)
+        left = dict(self.parent)
+        leased = {h.ref.key for h, state in self.held.items() if state == "leased" and h not in self.outlived}
+        for key in keys:
+            assert key not in leased
+            del left[key]
+            assert key not in left.values(), "a child would outlive its parent"
 
     # ---- removal
 
@@ -195,5 +234,17 @@ class HostTierMachine(RuleBasedStateMachine):
         self.tier.close()
 
 
+class ArcHostTierMachine(HostTierMachine):
+    policy = "arc"
+
+
+class S3FifoHostTierMachine(HostTierMachine):
+    policy = "s3fifo"
+
+
 TestHostTierMachine = HostTierMachine.TestCase
-TestHostTierMachine.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestHostTierMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestArcHostTierMachine = ArcHostTierMachine.TestCase
+TestS3FifoHostTierMachine = S3FifoHostTierMachine.TestCase
+for machine in (ArcHostTierMachine, S3FifoHostTierMachine):
+    machine.TestCase.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)

@@ -7,6 +7,7 @@ import pytest
 
 from kvtier.cpu import HostTier
 from kvtier.errors import CapacityError, FormatMismatch, LeaseError, TierUnavailable
+from kvtier.hints import NO_HINT, Hint
 from kvtier.metrics import Metrics
 from kvtier.policies import LruPolicy
 from kvtier.testing.blocks import chain_refs, content, load, put, run_length
@@ -144,9 +145,9 @@ class RecordingPolicy(LruPolicy):
         super().__init__()
         self.heard: list[tuple[str, list[int]]] = []
 
-    def insert(self, slots: Sequence[int], parents: Sequence[int | None]) -> None:
+    def insert(self, slots: Sequence[int], keys, parents, hints=None) -> None:
         self.heard.append(("insert", list(slots)))
-        super().insert(slots, parents)
+        super().insert(slots, keys, parents, hints)
 
     def hit(self, slots: Sequence[int]) -> None:
         self.heard.append(("hit", list(slots)))
@@ -162,8 +163,8 @@ def test_the_policy_hears_of_batches_deepest_first() -> None:
     assert policy.heard == [("insert", [2, 1, 0]), ("hit", [2, 1, 0])]
 
 
-def hook_checksum(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
-    """Run `call` once, in the middle of the next operation that moves bytes."""
+def hook_bytes(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    """Run `call` once, in the middle of the next operation that reads or moves bytes."""
     waiting = [call]
 
     def checksum(*args) -> bytes:
@@ -183,7 +184,7 @@ def test_abort_during_a_write_does_not_free_the_memory_under_it(monkeypatch: pyt
         tier.abort(handles)
         seen.extend(tier.reserve(chain_refs(1, seed=2), [SIZE], ["raw"], "other"))
 
-    hook_checksum(monkeypatch, interfere)
+    hook_bytes(monkeypatch, interfere)
     tier.write([(handles[0], content(handles[0].ref, SIZE))])
     assert seen == [Full("no_space")]
     assert tier.stats()["bytes"] == 0
@@ -204,7 +205,7 @@ def test_release_during_a_read_does_not_free_the_memory_under_it(monkeypatch: py
         tier.release_owner("reader")
         seen.extend(tier.reserve(chain_refs(1, seed=2), [SIZE], ["raw"], "other"))
 
-    hook_checksum(monkeypatch, interfere)
+    hook_bytes(monkeypatch, interfere)
     out = memoryview(bytearray(SIZE))
     assert tier.read([(leased[0], out)]).wait().statuses == (Status.OK,)
     assert out == content(refs[0], SIZE)
@@ -219,7 +220,7 @@ def test_deadline_in_the_middle_ends_the_run(monkeypatch: pytest.MonkeyPatch) ->
     keys = [ref.key for ref in refs]
     put(tier, refs, SIZE)
     deadline = time.monotonic() + 3600
-    hook_checksum(monkeypatch, lambda: monkeypatch.setattr("kvtier.cpu.tier.expired", lambda _: True))
+    hook_bytes(monkeypatch, lambda: monkeypatch.setattr("kvtier.cpu.tier.expired", lambda _: True))
     done = tier.acquire(keys, "reader", deadline).wait()
     assert done.statuses == (Status.OK, Status.TIMEOUT, Status.TIMEOUT)
     assert tier.stats()["leases"] == 1
@@ -302,3 +303,113 @@ def test_duplicate_in_one_batch_is_in_flight() -> None:
     first, second = tier.reserve(refs * 2, [SIZE] * 2, ["raw"] * 2, "w")
     assert isinstance(first, Handle)
     assert second == Exists(ready=False)
+
+
+DEAD = Hint(reuse="none")
+
+
+def test_hints_given_with_a_reservation_or_later_decide_who_leaves() -> None:
+    tier = HostTier(SIZE * 4)
+    dead, ordinary = chain_refs(1, seed=1), chain_refs(3, seed=2)
+    put(tier, ordinary, SIZE)
+    handles = tier.reserve(dead, [SIZE], ["raw"], "writer", [DEAD])
+    tier.write([(handles[0], content(dead[0], SIZE))])
+    tier.commit(handles)
+    put(tier, chain_refs(1, seed=3), SIZE)
+    assert (run_length(tier, dead), run_length(tier, ordinary)) == (0, 3)
+    tier.hint([ref.key for ref in chain_refs(1, seed=3)] + [b"absent"], [DEAD, DEAD])
+    put(tier, chain_refs(1, seed=4), SIZE)
+    assert (run_length(tier, chain_refs(1, seed=3)), run_length(tier, ordinary)) == (0, 3)
+    with pytest.raises(FormatMismatch, match="1 keys, 0 hints"):
+        tier.hint([b"k"], [])
+    with pytest.raises(FormatMismatch, match="2 hints"):
+        tier.reserve(dead, [SIZE], ["raw"], "writer", [DEAD, NO_HINT])
+    tier.check()
+
+
+def test_what_the_device_holds_too_leaves_first_and_only_when_room_is_needed() -> None:
+    tier = HostTier(SIZE * 4)
+    below, above = chain_refs(2, seed=1), chain_refs(2, seed=2)
+    put(tier, below, SIZE)
+    put(tier, above, SIZE)
+    tier.duplicate([*(ref.key for ref in above), b"absent"], above=True)
+    assert tier.stats()["blocks"] == 4
+    assert tier.coldest(9) == [ref.key for ref in (*above[::-1], *below[::-1])]
+    put(tier, chain_refs(1, seed=3), SIZE)
+    assert (run_length(tier, below), run_length(tier, above)) == (2, 1)
+    tier.duplicate([above[0].key], above=False)
+    put(tier, chain_refs(1, seed=4), SIZE)
+    assert (run_length(tier, below), run_length(tier, above)) == (1, 1)
+
+
+def test_coldest_names_the_next_victims_and_evicts_none() -> None:
+    tier = HostTier(SIZE * 4)
+    refs = chain_refs(4)
+    put(tier, refs, SIZE)
+    expected = [ref.key for ref in refs[::-1]]
+    assert tier.coldest(2) == expected[:2]
+    assert tier.coldest(9) == expected
+    assert tier.stats()["blocks"] == 4
+    put(tier, chain_refs(2, seed=1), SIZE)
+    assert [run_length(tier, [ref]) for ref in refs] == [1, 1, 0, 0]
+
+
+def test_the_stores_own_leases_are_no_use_of_a_block() -> None:
+    metrics = Metrics()
+    tier = HostTier(SIZE * 2, metrics=metrics)
+    old, new = chain_refs(1, seed=1), chain_refs(1, seed=2)
+    put(tier, old, SIZE)
+    put(tier, new, SIZE)
+    load(tier, [old[0].key], "store.writeback")
+    assert tier.coldest(1) == [old[0].key]
+    assert metrics.value("hit_blocks_total", tier="host") == 0
+    load(tier, [old[0].key], "request")
+    assert tier.coldest(1) == [new[0].key]
+    assert metrics.value("hit_blocks_total", tier="host") == 1
+
+
+def test_a_child_finds_the_parent_that_arrives_later() -> None:
+    tier = HostTier(SIZE * 8)
+    refs = chain_refs(3)
+    put(tier, refs[2:], SIZE)
+    put(tier, refs[:1], SIZE)
+    tier.check()
+    put(tier, refs[1:2], SIZE)
+    tier.check()
+    load(tier, [refs[2].key])
+    assert tier.coldest(9) == [ref.key for ref in refs[::-1]], "the child goes before the parent, used later or not"
+    tier.remove([refs[0].key])
+    assert tier.stats()["blocks"] == 0
+    tier.check()
+
+
+def test_what_a_batch_finds_does_not_leave_for_it() -> None:
+    tier = HostTier(SIZE * 2)
+    found = chain_refs(2, seed=1)
+    put(tier, found, SIZE)
+    wanted = [*found, *chain_refs(1, seed=2)]
+    results = tier.reserve(wanted, [SIZE] * 3, ["raw"] * 3, "writer")
+    assert results == [Exists(ready=True), Exists(ready=True), Full("no_space")]
+    assert tier.stats()["blocks"] == 2
+    put(tier, chain_refs(2, seed=2), SIZE)
+    assert run_length(tier, found) == 0, "nothing stayed pinned"
+
+
+def test_eviction_looks_at_no_pinned_block() -> None:
+    """A thousand leased blocks, colder than all others, are passed over once and not for every victim."""
+    tier = HostTier(4096 * 1100)
+    pinned = chain_refs(1000, seed=1)
+    put(tier, pinned, 4096)
+    leased = tier.acquire([ref.key for ref in pinned], "reader").wait().handles
+    queue = tier._table._policy._order._queue
+    looked_at: list[int] = []
+    step_out = queue.step_out
+    queue.step_out = lambda slot: (looked_at.append(slot), step_out(slot))
+    for seed in range(2, 302):
+        put(tier, chain_refs(1, seed=seed), 4096)
+    assert len(looked_at) < 1000 + 3 * 300
+    assert run_length(tier, pinned) == 1000
+    tier.release(leased)
+    put(tier, chain_refs(1, seed=999), 4096)
+    assert run_length(tier, pinned) == 999
+    tier.check()

@@ -1,0 +1,114 @@
+"""Admission: which blocks are worth writing to a tier that wears out."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvtier.errors import CapacityError
+from kvtier.hints import Hint
+from kvtier.policies.ghosts import GhostList
+
+__all__ = ["AdmissionPolicy", "AlwaysAdmit", "BudgetedAdmission", "SecondTouch"]
+
+_DAY = 86_400.0
+_REMEMBERED = 1 << 18
+
+
+class AdmissionPolicy(Protocol):
+    """Decides per block whether a lower tier may be given it. Not thread-safe: its caller takes turns."""
+
+    def admit(self, keys: Sequence[bytes], nbytes: Sequence[int], hints: Sequence[Hint]) -> list[bool]:
+        """One verdict per block, which is touched by being asked about. What is admitted counts as written."""
+        ...
+
+
+class AlwaysAdmit:
+    """Everything is written."""
+
+    def admit(self, keys: Sequence[bytes], nbytes: Sequence[int], hints: Sequence[Hint]) -> list[bool]:
+        """See `AdmissionPolicy.admit`."""
+        return [True] * len(keys)
+
+
+class SecondTouch:
+    """A block is written at its second touch; at the first where `reuse` is likely, never where it is none.
+
+    Writes a quarter to a half of the bytes, and gives up as much of the lower tier's hits in chats, almost none in
+    agent sessions.
+
+    Args:
+        capacity: keys seen once that are remembered; the oldest is forgotten first. About 200 bytes each.
+
+    Raises:
+        CapacityError: no key.
+    """
+
+    def __init__(self, capacity: int = _REMEMBERED) -> None:
+        if capacity < 1:
+            raise CapacityError(f"second touch that remembers {capacity} keys: expected at least one")
+        self._seen = GhostList(capacity)
+
+    def admit(self, keys: Sequence[bytes], nbytes: Sequence[int], hints: Sequence[Hint]) -> list[bool]:
+        """See `AdmissionPolicy.admit`."""
+        return [self._admit(key, hint) for key, hint in zip(keys, hints, strict=True)]
+
+    def _admit(self, key: bytes, hint: Hint) -> bool:
+        if hint.reuse == "none":
+            return False
+        if self._seen.discard(key) or hint.reuse == "likely":
+            return True
+        self._seen.add(key)
+        return False
+
+
+class BudgetedAdmission:
+    """Writes at the first touch while a daily budget lasts, at the second while it runs ahead of time.
+
+    The budget accrues evenly. Writes may run ahead of it by an hour's share before the rule tightens, and by a whole
+    day's before nothing at all is admitted; so no 24 hours see more than twice the budget, and on average a day sees
+    no more than the budget. What has no reuse is never written.
+
+    Args:
+        bytes_per_day: the budget.
+        clock: seconds.
+        capacity: keys that the second touch remembers.
+
+    Raises:
+        CapacityError: no byte, or no key.
+    """
+
+    def __init__(
+        self, bytes_per_day: int, clock: Callable[[], float] = time.monotonic, *, capacity: int = _REMEMBERED
+    ) -> None:
+        if bytes_per_day < 1:
+            raise CapacityError(f"write budget of {bytes_per_day} bytes per day: expected at least one")
+        self._budget = bytes_per_day
+        self._clock = clock
+        self._second_touch = SecondTouch(capacity)
+        self._since = clock()
+        self._ahead = 0.0
+        self.written = 0
+
+    @property
+    def ahead_bytes(self) -> float:
+        """By how much the bytes written run ahead of the budget that has accrued."""
+        return max(self._ahead - self._budget * (self._clock() - self._since) / _DAY, 0.0)
+
+    @property
+    def tight(self) -> bool:
+        """Whether the second touch rules now."""
+        return self.ahead_bytes > self._budget / 24
+
+    def admit(self, keys: Sequence[bytes], nbytes: Sequence[int], hints: Sequence[Hint]) -> list[bool]:
+        """See `AdmissionPolicy.admit`."""
+        self._ahead, self._since = self.ahead_bytes, self._clock()
+        touched_twice = self._second_touch.admit(keys, nbytes, hints)
+        verdicts = []
+        for size, hint, again in zip(nbytes, hints, touched_twice, strict=True):
+            loose = self._ahead <= self._budget / 24 and hint.reuse != "none"
+            verdict = (loose or again) and self._ahead + size <= self._budget
+            if verdict:
+                self._ahead += size
+                self.written += size
+            verdicts.append(verdict)
+        return verdicts

@@ -1,0 +1,251 @@
+"""HintedPolicy: what all policies share: the prefix tree, pins, and the order in which hints let blocks leave."""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+
+from kvtier.errors import LeaseError
+from kvtier.hints import Hint
+from kvtier.policies.expiry import Expiry
+from kvtier.policies.order import Order
+from kvtier.policies.queues import SlotQueue
+from kvtier.policies.slots import NO_SLOT, Slots
+
+__all__ = ["HintedPolicy"]
+
+_NO_KEY = b""
+
+
+class HintedPolicy:
+    """Implements `kvtier.policies.EvictionPolicy` around any `Order`.
+
+    Every live slot belongs to one queue, and these give their free slots up in turn:
+
+        1. blocks that the tier above holds too
+        2. blocks that will not be used again, or whose ttl has passed since their last use
+        3. of the heads of the weight classes and of the order, the one with the largest age / weight
+
+    Only a slot without pins and live children is free, so the class of a block is never below that of a descendant.
+    A victim costs O(classes), an event O(1); what expires is found when victims are asked for, O(log n) each.
+
+    Args:
+        make_order: makes the order of the blocks that have no hint, over the policy's columns.
+        clock: seconds.
+    """
+
+    def __init__(self, make_order: Callable[[Slots], Order], clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._slots = Slots()
+        self._order = make_order(self._slots)
+        self._duplicated = self._slots.column("B")
+        self._duplicates = SlotQueue(self._slots, self._slots.used)
+        self._dead = SlotQueue(self._slots, self._slots.used)
+        self._classes: dict[float, SlotQueue] = {}
+        self._expiry = Expiry(self._slots.used)
+        self._keys: list[bytes] = []
+        self._latest = 0
+
+    # ---- records
+
+    def insert(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[bytes],
+        parents: Sequence[int | None],
+        hints: Sequence[Hint] | None = None,
+    ) -> None:
+        """See `EvictionPolicy.insert`. A slot's parent may come after it in the same batch.
+
+        Raises:
+            LeaseError: a slot is live already.
+        """
+        self._grow(max([*slots, *(parent for parent in parents if parent is not None)], default=NO_SLOT) + 1)
+        taken = next((slot for slot in slots if self._slots.owner[slot]), None)
+        if taken is not None or len(set(slots)) < len(slots):
+            raise LeaseError(f"slot {taken if taken is not None else list(slots)} is in the policy already, or twice")
+        stamp = self._stamps(len(slots))
+        used = self._slots.used
+        for at, (slot, key, parent) in enumerate(zip(slots, keys, parents, strict=True)):
+            used[slot] = now = stamp + at
+            self._keys[slot] = key
+            self._slots.attach(slot, parent)
+            if hints is not None and self._expiry.note(slot, hints[at], now):
+                target = self._target(slot, now)
+                if target is not None:
+                    target.insert(slot)
+                    continue
+            self._order.insert(slot, key)
+
+    def hit(self, slots: Sequence[int]) -> None:
+        """See `EvictionPolicy.hit`."""
+        stamp = self._stamps(len(slots))
+        used, hinted = self._slots.used, self._expiry.hints
+        for at, slot in enumerate(slots, stamp):
+            queue = self._slots.queue(slot)
+            used[slot] = at
+            if queue.ordered:
+                self._order.hit(slot, queue)
+            else:
+                queue.touch(slot)
+            if slot in hinted:
+                self._expiry.renew(slot, at)
+                self._settle(slot, at)
+
+    def hint(self, slots: Sequence[int], hints: Sequence[Hint]) -> None:
+        """See `EvictionPolicy.hint`."""
+        now = self._stamps(0)
+        for slot, hint in zip(slots, hints, strict=True):
+            self._slots.queue(slot)
+            self._expiry.note(slot, hint, now)
+            self._settle(slot, now)
+
+    def duplicate(self, slots: Sequence[int], *, above: bool) -> None:
+        """See `EvictionPolicy.duplicate`."""
+        now = self._stamps(0)
+        for slot in slots:
+            self._slots.queue(slot)
+            self._duplicated[slot] = above
+            self._settle(slot, now)
+
+    def adopt(self, slot: int, parent: int) -> None:
+        """See `EvictionPolicy.adopt`.
+
+        Raises:
+            LeaseError: the slot has a parent.
+        """
+        if self._slots.parent[slot] != NO_SLOT:
+            raise LeaseError(f"slot {slot} has parent {self._slots.parent[slot]} already: cannot give it {parent}")
+        self._slots.attach(slot, parent)
+
+    def remove(self, slots: Sequence[int], *, evicted: bool = False) -> None:
+        """See `EvictionPolicy.remove`. Children come before their parents.
+
+        Raises:
+            LeaseError: a slot has live children, or is not live.
+        """
+        for slot in slots:
+            queue = self._slots.queue(slot)
+            if self._slots.children(slot):
+                raise LeaseError(f"slot {slot} has {self._slots.children(slot)} live children: cannot remove it")
+            if evicted and queue.ordered:
+                self._order.evicted(self._keys[slot], queue)
+            self._leave(slot, queue)
+            if slot in self._expiry.hints:
+                self._expiry.forget(slot)
+            self._duplicated[slot] = False
+            self._keys[slot] = _NO_KEY
+            self._wake(self._slots.forget(slot))
+
+    def pin(self, slots: Sequence[int]) -> None:
+        """See `EvictionPolicy.pin`."""
+        self._slots.pin(slots)
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        """See `EvictionPolicy.unpin`.
+
+        Raises:
+            LeaseError: a slot is not pinned.
+        """
+        for slot in slots:
+            if self._slots.unpin(slot):
+                self._wake(slot)
+
+    # ---- victims
+
+    def victims(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
+        """See `EvictionPolicy.victims`. Asking evicts nothing, and asking again gives the same answer.
+
+        Each victim really leaves its queue, so that its parent may be the next; all come back in the end.
+        """
+        now = self._stamps(0)
+        for slot in self._expiry.due(now):
+            self._settle(slot, now)
+        self._order.expect(incoming)
+        slots = self._slots
+        taken: list[int] = []
+        queues: list[SlotQueue] = []
+        while len(taken) < count and (slot := self._pick(len(taken), now)) != NO_SLOT:
+            queue = slots.queue(slot)
+            queue.remove(slot)
+            taken.append(slot)
+            queues.append(queue)
+            self._wake(slots.detach(slot))
+        for slot, queue in zip(reversed(taken), reversed(queues), strict=True):
+            slots.reattach(slot)
+            queue.insert(slot)
+        return taken
+
+    def _pick(self, at: int, now: int) -> int:
+        for queue in (self._duplicates, self._dead):
+            if queue.members and (slot := queue.coldest()) != NO_SLOT:
+                return slot
+        ordinary = self._order.pick(at)
+        if not self._classes:
+            return ordinary
+        heads = [(1.0, ordinary)] + [(weight, queue.coldest()) for weight, queue in self._classes.items()]
+        used = self._slots.used
+        # A strict class has no age at all: it is asked only when every other is empty.
+        return max(
+            (head for head in heads if head[1] != NO_SLOT),
+            key=lambda head: (head[0] < math.inf, (now - used[head[1]]) / head[0]),
+            default=(1.0, NO_SLOT),
+        )[1]
+
+    # ---- queues
+
+    def _target(self, slot: int, now: int) -> SlotQueue | None:
+        """Where a slot belongs; None for the order."""
+        if self._duplicated[slot]:
+            return self._duplicates
+        if self._expiry.dead(slot, now):
+            return self._dead
+        weight = self._expiry.weight(slot, now)
+        if weight == 1:
+            return None
+        if weight not in self._classes:
+            self._classes[weight] = SlotQueue(self._slots, self._slots.used)
+        return self._classes[weight]
+
+    def _settle(self, slot: int, now: int) -> None:
+        """Move a live slot to where it belongs now."""
+        queue, target = self._slots.queue(slot), self._target(slot, now)
+        if target is queue or (target is None and queue.ordered):
+            return
+        self._leave(slot, queue)
+        if target is None:
+            self._order.insert(slot, self._keys[slot])
+        else:
+            target.insert(slot)
+
+    def _leave(self, slot: int, queue: SlotQueue) -> None:
+        queue.remove(slot)
+        if queue.members or queue.ordered or queue in (self._duplicates, self._dead):
+            return
+        weight = next(weight for weight, class_queue in self._classes.items() if class_queue is queue)
+        del self._classes[weight]
+        self._slots.unregister(queue)
+
+    def _wake(self, slot: int) -> None:
+        """A slot that is free now, or none (-1), comes back to its queue."""
+        if slot != NO_SLOT:
+            queue = self._slots.queues[self._slots.owner[slot]]
+            if queue is not None:  # a parent that this batch inserts later has none yet
+                queue.wake(slot)
+
+    # ---- time and room
+
+    def _stamps(self, count: int) -> int:
+        """The first of `count` stamps [ns]: each is newer than all before, and all say what time it is."""
+        first = max(int(self._clock() * 1e9), self._latest + 1)
+        self._latest = first + count - 1 if count else self._latest
+        return first
+
+    def _grow(self, size: int) -> None:
+        self._slots.grow(size)
+        if size > len(self._keys):
+            self._keys += [_NO_KEY] * (size - len(self._keys))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the policy takes, ghosts included."""
+        return self._slots.nbytes + sys.getsizeof(self._keys) + self._expiry.nbytes + self._order.nbytes

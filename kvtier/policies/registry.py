@@ -1,0 +1,43 @@
+"""Eviction policies by name."""
+
+import time
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from kvtier.errors import CapacityError
+from kvtier.plugins import Registry
+from kvtier.policies.base import EvictionPolicy
+
+__all__ = ["POLICIES", "make_policy"]
+
+POLICIES: Registry[EvictionPolicy] = Registry(
+    "kvtier.policies",
+    {
+        "lru": "kvtier.policies.lru:LruPolicy",
+        "arc": "kvtier.policies.arc:ArcPolicy",
+        "clock2": "kvtier.policies.clock2:Clock2Policy",
+        "s3fifo": "kvtier.policies.s3fifo:S3FifoPolicy",
+    },
+)
+
+
+class _PolicyClass(Protocol):
+    def __call__(self, capacity_blocks: int, *, clock: Callable[[], float]) -> EvictionPolicy: ...
+
+
+def make_policy(name: str, capacity_blocks: int, clock: Callable[[], float] = time.monotonic) -> EvictionPolicy:
+    """A new policy for a tier that holds about `capacity_blocks` blocks.
+
+    Args:
+        name: "lru", "arc", "clock2", "s3fifo", what another distribution registered, or "module:Class"; the class is
+            called as `Class(capacity_blocks, clock=clock)`.
+        capacity_blocks: what the policy sizes its queues and ghosts by.
+        clock: seconds, for hints that expire.
+
+    Raises:
+        CapacityError: no block.
+        ConfigError: no such policy.
+    """
+    if capacity_blocks < 1:
+        raise CapacityError(f"policy {name!r} for {capacity_blocks} blocks: expected at least one")
+    return cast("_PolicyClass", POLICIES.get(name))(capacity_blocks, clock=clock)

@@ -1,0 +1,38 @@
+"""Policies by name."""
+
+import pytest
+
+from kvtier.errors import CapacityError, ConfigError
+from kvtier.policies import ArcPolicy, Clock2Policy, LruPolicy, S3FifoPolicy, make_policy
+
+
+def test_built_in_names_and_third_parties() -> None:
+    kinds = {"lru": LruPolicy, "arc": ArcPolicy, "clock2": Clock2Policy, "s3fifo": S3FifoPolicy}
+    assert {name: type(make_policy(name, 4)) for name in kinds} == kinds
+    assert isinstance(make_policy("kvtier.policies.arc:ArcPolicy", 4), ArcPolicy)
+
+
+def test_unknown_names_and_absurd_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'arc'"):
+        make_policy("arcc", 4)
+    with pytest.raises(CapacityError, match="policy 'lru' for 0 blocks"):
+        make_policy("lru", 0)
+
+
+@pytest.mark.parametrize("name", ["arc", "s3fifo"])
+def test_ghosts_are_bounded_by_the_capacity(name: str) -> None:
+    capacity = 50
+    policy = make_policy(name, capacity)
+    empty = policy.nbytes
+    for at in range(2000):
+        slot = at % capacity
+        if at >= capacity:
+            policy.remove(policy.victims(1), evicted=True)
+            slot = next(slot for slot in range(capacity) if not policy._slots.owner[slot])
+        policy.insert([slot], [at.to_bytes(16, "little")], [None])
+        if at % 3 == 0:
+            policy.hit([slot])
+    ghosts = [value for value in vars(policy._order).values() if type(value).__name__ == "GhostList"]
+    assert 0 < sum(map(len, ghosts)) <= 2 * capacity
+    assert policy.nbytes > empty
+    assert policy._order.nbytes >= sum(map(len, ghosts)) * 49
