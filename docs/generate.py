@@ -33,7 +33,8 @@ Every setting can be written in five places. The first of these that has it deci
 * **`"none"`** unsets a setting and switches a tier off: `host = "none"` under `[tiering]`,
   `KVTIER_TIERING__HOST=none`, or `None` in Python. A setting of a tier switches it on.
 * **Unknown names are errors** and come with a suggestion. Illegal combinations are refused: `engine.memory` with
-  `engine.num_blocks`, `tiering.nvme` without `tiering.host`, `tiering.nvme` without a `path`.
+  `engine.num_blocks`, `tiering.nvme` without `tiering.host`, `tiering.nvme` without a `path`, a lossy `format`
+  without `tiering.accept_lossy`.
 
 ```toml
 [engine]

@@ -8,6 +8,7 @@ with LLM(tiering={"host": {"capacity": "1GiB"}, "nvme": {"path": "/var/cache/kvt
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from kvtier.engine.core import pool_size
 from kvtier.engine.models import LoadedModel, load_model
 from kvtier.engine.models.catalog import cache_dir, fetch_default_model
 from kvtier.errors import ConfigError, KVTierError, RequestError
+from kvtier.hints import RequestHints
 from kvtier.layout import Layout
 from kvtier.store import TieredStore, open_store
 
@@ -58,7 +60,8 @@ class _Stack:
     def _engine(self, options: EngineOptions, layout: Layout) -> Engine:
         if self.store is None:
             return Engine(self.model, options)
-        self.connection = connect(self.store, self.model, layout, options.token_budget)
+        gate = self.config.tiering.recompute_gate
+        self.connection = connect(self.store, self.model, layout, options.token_budget, recompute_gate=gate)
         return Engine(self.model, options, (self.connection.scheduler, self.connection.worker))
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -68,6 +71,15 @@ class _Stack:
         tokenizer = self.model.tokenizer
         # The template writes the special tokens itself.
         return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+
+    def params(self, params: SamplingParams | None) -> SamplingParams:
+        """What a request runs with: the device's own cache follows the store's default about lossy KV, too."""
+        chosen = SamplingParams() if params is None else params
+        if not isinstance(chosen, SamplingParams):
+            raise RequestError(f"params {chosen!r}: expected SamplingParams")
+        if chosen.accept_lossy is not None or self.store is None or not self.store.options.accept_lossy:
+            return chosen
+        return replace(chosen, accept_lossy=True)
 
     def settle(self) -> None:
         """Let the saves under way reach the store; a hung tier is not waited for."""
@@ -111,6 +123,14 @@ def _overrides(
     if engine:
         overrides.setdefault("engine", {}).update(engine)
     return overrides
+
+
+def _hints(hints: RequestHints | Sequence[RequestHints | None] | None, prompts: int) -> Sequence[RequestHints | None]:
+    if hints is None or isinstance(hints, RequestHints):
+        return [hints] * prompts
+    if len(hints) != prompts:
+        raise RequestError(f"{len(hints)} hints for {prompts} prompts: give one for all, or one for each")
+    return hints
 
 
 class LLM:
@@ -158,19 +178,32 @@ class LLM:
         return self._stack.model
 
     @overload
-    def generate(self, prompts: str, params: SamplingParams | None = None) -> RequestOutput: ...
+    def generate(
+        self, prompts: str, params: SamplingParams | None = None, *, hints: RequestHints | None = None
+    ) -> RequestOutput: ...
 
     @overload
-    def generate(self, prompts: list[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]: ...
+    def generate(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        hints: RequestHints | Sequence[RequestHints | None] | None = None,
+    ) -> list[RequestOutput]: ...
 
     def generate(
-        self, prompts: str | list[Prompt], params: SamplingParams | None = None
+        self,
+        prompts: str | list[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        hints: RequestHints | Sequence[RequestHints | None] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
         """Complete prompts, continuously batched; a single text gives a single output.
 
         Args:
             prompts: one text, or a list of texts and of token-id lists.
             params: for all of them.
+            hints: what is known of their KV's future, for all of them or one for each; they never change an output.
 
         Raises:
             RequestError: a prompt is empty or too long, or a parameter is out of range. Nothing was generated.
@@ -178,20 +211,29 @@ class LLM:
         batch = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(batch, list):
             raise RequestError(f"prompts {batch!r}: expected a text, or a list of texts and token-id lists")
-        outputs = self._run([self._stack.encode(prompt) for prompt in batch], params or SamplingParams())
+        outputs = self._run([self._stack.encode(prompt) for prompt in batch], params, _hints(hints, len(batch)))
         return outputs[0] if isinstance(prompts, str) else outputs
 
-    def chat(self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None) -> RequestOutput:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        hints: RequestHints | None = None,
+    ) -> RequestOutput:
         """Answer a conversation, written with the model's own chat template."""
-        return self._run([self._stack.encode_chat(messages)], params or SamplingParams())[0]
+        return self._run([self._stack.encode_chat(messages)], params, [hints])[0]
 
-    def _run(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    def _run(
+        self, prompts: Sequence[list[int]], params: SamplingParams | None, hints: Sequence[RequestHints | None]
+    ) -> list[RequestOutput]:
         if self._stack.closed:
             raise KVTierError("this LLM is closed; make a new one")
+        chosen = self._stack.params(params)
         ids = [f"llm-{next(self._numbers)}" for _ in prompts]
         try:
-            for request_id, tokens in zip(ids, prompts, strict=True):
-                self._engine.add(request_id, tokens, params)
+            for request_id, tokens, known in zip(ids, prompts, hints, strict=True):
+                self._engine.add(request_id, tokens, chosen, known)
             finished = self._drive(set(ids))
         except BaseException:
             for request_id in ids:
@@ -266,15 +308,21 @@ class AsyncLLM:
         self._stack = _Stack(store, _overrides(model, tiering, config, engine))
         self._engine = AsyncEngine(self._stack.engine)
 
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, hints: RequestHints | None = None
+    ) -> AsyncIterator[RequestOutput]:
         """Complete one prompt: yields an output for each new piece of text. Cancelling the consumer aborts it."""
-        return self._engine.generate(self._stack.encode(prompt), params or SamplingParams())
+        return self._engine.generate(self._stack.encode(prompt), self._stack.params(params), hints)
 
     def chat(
-        self, messages: Sequence[Mapping[str, str]], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        hints: RequestHints | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation, as `generate` does."""
-        return self.generate(self._stack.encode_chat(messages), params)
+        return self.generate(self._stack.encode_chat(messages), params, hints=hints)
 
     def close(self) -> None:
         """Abort what runs, end the engine's thread, close the tiers. Idempotent."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
+from kvtier.hints import RequestHints
 from kvtier.layout import Span
 
 __all__ = [
@@ -55,6 +56,16 @@ class RequestView(Protocol):
         """Prompt and output tokens so far."""
         ...
 
+    @property
+    def lossy(self) -> bool | None:
+        """Whether KV that is not exact may be offered; None: as the store is set."""
+        ...
+
+    @property
+    def hints(self) -> RequestHints | None:
+        """What is known of its blocks' future."""
+        ...
+
 
 class Match(NamedTuple):
     """`tokens` beyond `device_tokens` can be loaded; every block of them is leased for this request."""
@@ -92,24 +103,31 @@ class Step:
 
 
 class Load(NamedTuple):
-    """Copy a host span into a device block."""
+    """Decode a host span into one part of a device block.
+
+    fmt: id of the format that the span's bytes are in. part: group * shards + shard.
+    """
 
     span: Span
     block_id: int
+    fmt: str = "raw"
+    part: int = 0
 
 
 class Save(NamedTuple):
-    """Copy a device block into staging memory."""
+    """Copy one part of a device block into staging memory, raw. part: group * shards + shard."""
 
     block_id: int
     span: Span
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
     """Serialisable. Job ids are the scheduler half's; the worker half only echoes them.
 
-    loads, saves: job id -> copies. Loads start before the step's forward, saves after it.
+    loads, saves: job id -> copies, block by block, with all parts of each block; a worker makes those of its shard.
+        Loads start before the step's forward, saves after it.
     fences: save jobs that must have left the device before this step's forward may write.
     """
 
@@ -120,15 +138,17 @@ class TransferPlan:
 
 @dataclass(frozen=True, slots=True)
 class TransferResults:
-    """Serialisable. Jobs that ended since the last results, and of the failed ones how much was done.
+    """Serialisable. One worker's jobs that ended since its last results, and of the failed ones how much was done.
 
-    failed: job id -> number of leading copies that are good.
-    seconds: job id -> time the copies took.
+    failed: job id -> number of leading blocks whose parts are all good.
+    seconds: job id -> time the copies took, without waiting for their turn.
+    shard: the worker's. A job has ended once the workers of all shards have reported it.
     """
 
     finished: tuple[int, ...] = ()
     failed: dict[int, int] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
+    shard: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +188,14 @@ class SchedulerHook(Protocol):
         ...
 
     def completed(self, results: TransferResults) -> Completed:
-        """Account for what the worker reports. A saved key is visible once all its parts are written."""
+        """Account for what a worker reports. A saved key is visible once all its parts are written."""
         ...
 
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """The engine's measured prefill speed, for the load-or-recompute decision."""
+    def observe_prefill(self, tokens: int, seconds: float, attended: int = 0) -> None:
+        """A step of nothing but prefill took so long; for the load-or-recompute decision.
+
+        attended: the tokens that each of `tokens` attends to, summed.
+        """
         ...
 
     def finished(self, request_id: str, reason: FinishReason) -> bool:
@@ -188,14 +211,16 @@ class SchedulerHook(Protocol):
 class WorkerHook(Protocol):
     """Worker side, one per device."""
 
-    def register_pool(self, pool: Any) -> None:
-        """The device pool's storage as a uint8 tensor [num_blocks, block_bytes]. Called once."""
+    def register_pool(self, *pools: Any) -> None:
+        """The device pool's storage, per layer group a uint8 tensor [num_blocks, bytes of a part]. Called once."""
         ...
 
     def begin(self, plan: TransferPlan) -> None:
         """Wait for the plan's fences, then start its loads. Saves are remembered for `end`.
 
-        An engine may hand over a plan in two parts: loads and fences before the forward, saves once it succeeded.
+        An engine may hand over a plan in pieces: fences, then loads, before the forward, saves once it succeeded.
+        Every job that was handed over is reported by some later `end`, also when this raises: a copy that could not
+        be started has failed.
         """
         ...
 

@@ -21,9 +21,7 @@ class Metrics:
         self.registry = registry or CollectorRegistry()
         self.read_bytes = self._counter("read_bytes", "Bytes read and verified", "tier")
         self.written_bytes = self._counter("written_bytes", "Bytes written and committed", "tier")
-        self.hit_blocks = self._counter(
-            "hit_blocks", "Blocks found and leased, by requests and by the store itself", "tier"
-        )
+        self.hit_blocks = self._counter("hit_blocks", "Blocks that requests found and leased", "tier")
         self.missed_blocks = self._counter("missed_blocks", "Blocks asked for and not found", "tier")
         self.loaded_bytes = self._counter("loaded_bytes", "Bytes copied into device memory, by where they were", "tier")
         self.evicted_blocks = self._counter("evicted_blocks", "Blocks evicted", "tier", "reason")
@@ -32,6 +30,22 @@ class Metrics:
         self.errors = self._counter("errors", "I/O errors that degraded to a miss or a drop", "tier", "operation")
         self.fallbacks = self._counter("fallbacks", "Slower ways taken because the fast one is missing", "tier", "what")
         self.joined = self._counter("joined_blocks", "Puts and loads that joined one in flight", "operation")
+        self.gate_decisions = self._counter(
+            "gate_decisions", "Prefixes found and loaded, split or computed again, and why", "choice", "reason", "tier"
+        )
+        self.put_blocks = self._counter("put_blocks", "Blocks put into the store, by what became of them", "outcome")
+        self.timeouts = self._counter("timeouts", "Operations that missed their deadline", "tier", "operation")
+        self.breaker_trips = self._counter("breaker_trips", "Times that a tier was found hanging", "tier")
+        self.skipped = self._counter("skipped_lookups", "Requests that did not look in a hanging tier", "tier")
+        self.expired_pins = self._counter("expired_pins", "Pins whose time was over")
+        self.prefetches = self._counter("prefetches", "Prefetches, by how they ended", "outcome")
+        self.prefetched_blocks = self._counter("prefetched_blocks", "Blocks brought into host ahead of their use")
+        self.write_rule = Gauge(
+            "kvtier_write_rule",
+            "1 for the rule by which blocks go to lower tiers now",
+            ["rule"],
+            registry=self.registry,
+        )
         self.occupied_bytes = Gauge(
             "kvtier_occupied_bytes", "Bytes occupied, reservations included", ["tier"], registry=self.registry
         )

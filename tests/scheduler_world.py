@@ -242,7 +242,7 @@ class Connector:
                 failed.add(request_id)
         return Completed(loaded, frozenset(failed), tuple(released))
 
-    def observe_prefill(self, tokens: int, seconds: float) -> None: ...
+    def observe_prefill(self, tokens: int, seconds: float, attended: int = 0) -> None: ...
 
     def finished(self, request_id: str, reason: str) -> bool:
         self.saved.pop(request_id, None)

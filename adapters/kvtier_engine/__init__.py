@@ -5,18 +5,20 @@ An adapter says three things, and this file says them for the bundled engine:
     1. what the KV is compatible with    `namespace_of`: weights, layout, numerics
     2. where the bytes of a block lie    the device pool, block-major: one block is one contiguous row
     3. how the two halves are wired      `connect`: staging memory, host regions, scheduler half, worker half
+    4. what computing KV anew costs      `prefill_shape`: how a prefill's work grows with depth
 """
 
 from dataclasses import dataclass
 
-from kvtier.connector import TierScheduler, TierWorker
+from kvtier.connector import ConnectorOptions, TierScheduler, TierWorker
+from kvtier.cost import PrefillShape
 from kvtier.cpu import AttachedRegion, StagingRegion
 from kvtier.engine.models import LoadedModel
-from kvtier.keys import Namespace
+from kvtier.keys import Namespace, namespace_index
 from kvtier.layout import Layout
 from kvtier.store import TieredStore
 
-__all__ = ["Connection", "connect", "namespace_of"]
+__all__ = ["Connection", "connect", "namespace_of", "prefill_shape"]
 
 _STAGING_BYTES = 64 << 20
 _STAGING_STEPS = 4
@@ -47,7 +49,22 @@ def namespace_of(model: LoadedModel, layout: Layout, salt: str = "") -> Namespac
     return Namespace(model.fingerprint, layout.fingerprint, model.model.numerics, salt=salt)
 
 
-def connect(store: TieredStore, model: LoadedModel, layout: Layout, token_budget: int, salt: str = "") -> Connection:
+def prefill_shape(model: LoadedModel) -> PrefillShape:
+    """How the work of this model's prefill grows with depth: 2 P for a token, and a for each one it attends to."""
+    config = model.config
+    attended = config.layers * config.heads * 2 * config.head_dim
+    return PrefillShape(attended / (2 * config.block_params))
+
+
+def connect(
+    store: TieredStore,
+    model: LoadedModel,
+    layout: Layout,
+    token_budget: int,
+    *,
+    salt: str = "",
+    recompute_gate: bool = True,
+) -> Connection:
     """Wire both hook halves over `store`, in this process.
 
     Args:
@@ -56,6 +73,7 @@ def connect(store: TieredStore, model: LoadedModel, layout: Layout, token_budget
         layout: uniform, one shard.
         token_budget: tokens per engine step; staging holds the blocks of several steps.
         salt: see `namespace_of`.
+        recompute_gate: load only what is cheaper to load than to compute.
     """
     block_bytes = layout.block_bytes()
     per_step = -(-token_budget // layout.block_size)
@@ -66,5 +84,10 @@ def connect(store: TieredStore, model: LoadedModel, layout: Layout, token_budget
     except BaseException:
         staging.close()
         raise
-    scheduler = TierScheduler(store, namespace_of(model, layout, salt), layout.block_size, staging)
-    return Connection(scheduler, TierWorker(regions), staging)
+    namespace = namespace_of(model, layout, salt)
+    store.register(namespace_index(namespace.digest), layout)
+    options = ConnectorOptions(
+        recompute_gate=recompute_gate, shape=prefill_shape(model), load_seconds=store.options.load_deadline
+    )
+    scheduler = TierScheduler(store, namespace, layout.block_size, staging, options)
+    return Connection(scheduler, TierWorker(regions, layout), staging)

@@ -11,7 +11,7 @@ __all__ = ["ENV_PREFIX", "Setting", "settings", "suggestion"]
 
 ENV_PREFIX = "KVTIER_"
 
-_KINDS = {"integer": "whole number", "boolean": "true or false", "string": "text"}
+_KINDS = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
 
 
 class Setting(NamedTuple):

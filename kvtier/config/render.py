@@ -37,7 +37,7 @@ def literal(setting: Setting, value: Any) -> str:
         return '"none"'
     if setting.kind == "size":
         return json.dumps(format_size(value))
-    return json.dumps(value if isinstance(value, bool | int) else str(value), ensure_ascii=False)
+    return json.dumps(value if isinstance(value, bool | int | float) else str(value), ensure_ascii=False)
 
 
 def _value(loaded: LoadedConfig, name: str) -> Any:

@@ -36,12 +36,20 @@ def _filled(value: object) -> object:
     return value
 
 
+def _named(value: object) -> object:
+    if value == "":
+        raise ValueError("expected a name, not an empty text")
+    return value
+
+
 # A shell expands ~ for flags and variables; nobody does for a TOML file.
 _SizeText = WithJsonSchema({"type": "string", "format": "size"})
 _AnySize: TypeAlias = Annotated[int, Field(le=_MAX), BeforeValidator(parse_size), _SizeText]
 _Size: TypeAlias = Annotated[int, Field(ge=1, le=_MAX), BeforeValidator(parse_size), _SizeText]
 _Seed: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 64), BeforeValidator(_whole)]
 _Count: TypeAlias = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+_Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Name: TypeAlias = Annotated[str, BeforeValidator(_named)]
 _Directory: TypeAlias = Annotated[Path, BeforeValidator(_filled), AfterValidator(Path.expanduser)]
 _Source: TypeAlias = Annotated[
     str,
@@ -103,6 +111,13 @@ class HostSettings(_Section):
     """The host tier."""
 
     capacity: _Size = Field(default=_GIB, description="Host memory for KV blocks, a hard limit")
+    policy: _Name = Field(
+        default="lru", description="Which block leaves first: lru, arc, clock2, s3fifo, or module:Class"
+    )
+    format: _Name = Field(
+        default="raw",
+        description="How blocks are encoded here, in a format of fixed size; lossy ones need accept_lossy",
+    )
 
 
 class NvmeSettings(_Section):
@@ -119,6 +134,16 @@ class NvmeSettings(_Section):
         description="Sync every commit: survive power loss, not only the death of the process; slower",
     )
     io_threads: _Count = Field(default=4, description="Threads that read and write")
+    format: _Name = Field(
+        default="raw", description="How blocks are encoded here; bitsplit is lossless, lossy ones need accept_lossy"
+    )
+    write: Literal["through", "leave", "second_touch"] = Field(
+        default="through",
+        description="When blocks are written: at once, when they are about to leave host, or at their second touch",
+    )
+    write_budget: _Size | None = Field(
+        default=None, description="Bytes written per day; while ahead of it, second touch only; none: no limit"
+    )
 
 
 class TieringSettings(_Section):
@@ -131,6 +156,15 @@ class TieringSettings(_Section):
     accept_lossy: bool = Field(
         default=False,
         description="Reuse KV that was stored in a lossy format; outputs may differ",
+    )
+    load_deadline: _Seconds = Field(
+        default=10.0, description="Seconds after which a load that does not arrive is a miss"
+    )
+    prefetch: Literal["none", "next_turn"] = Field(
+        default="none", description="Bring the KV of a session to host before its next turn is expected"
+    )
+    recompute_gate: bool = Field(
+        default=True, description="Load only what is measured to be cheaper to load than to recompute"
     )
 
     @model_validator(mode="after")

@@ -1,13 +1,17 @@
 """What is saved when: every full block of a running request once, in chain order, as staging memory allows."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from kvtier.connector.duplicates import DeviceCopies
 from kvtier.connector.futures import settled
+from kvtier.connector.hinting import block_hints
+from kvtier.connector.parts import Parts
 from kvtier.cpu import StagingRegion
-from kvtier.hooks import RequestView, Save, Step, StepSpan
-from kvtier.keys import store_keys
+from kvtier.hints import Hint
+from kvtier.hooks import Save, Step, StepSpan
 from kvtier.layout import Span
 from kvtier.store import PutResult, TieredStore
 from kvtier.tiers import BlockRef
@@ -17,11 +21,17 @@ __all__ = ["SaveQueue"]
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Blocks of one chain on their way device -> staging -> store."""
+    """Blocks of one chain on their way device -> staging -> store; refs, spans and hints are one per part."""
 
+    request_id: str
+    block_ids: tuple[int, ...]
     refs: tuple[BlockRef, ...]
     spans: tuple[Span, ...]
-    block_ids: frozenset[int]
+    hints: list[Hint] | None
+
+    @property
+    def keys(self) -> list[bytes]:
+        return [ref.key for ref in self.refs]
 
 
 class SaveQueue:
@@ -29,23 +39,42 @@ class SaveQueue:
 
     A block waits for staging memory as long as its request runs, so a chain gets no holes while it grows;
     what still waits when the request ends is a dropped demotion, counted.
+
+    Args:
+        store: takes the blocks.
+        parts: of a block.
+        block_size: tokens per block.
+        staging: memory of the workers' saves, one region per part.
+        copies: learns what the device holds.
     """
 
-    def __init__(self, store: TieredStore, ns: int, mask: bytes, block_size: int, staging: StagingRegion) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        parts: Parts,
+        block_size: int,
+        staging: Sequence[StagingRegion],
+        copies: DeviceCopies,
+    ) -> None:
         self._store = store
-        self._ns = ns
-        self._mask = mask
+        self._parts = parts
         self._block_size = block_size
-        self._staging = staging
+        self._staging = tuple(staging)
+        self._copies = copies
         self._saved: dict[str, int] = {}  # request -> leading blocks that need no saving any more
         self._waiting: dict[str, int] = {}  # request -> full blocks that found no staging memory
         self._copying: dict[int, _Job] = {}
-        self._putting: list[tuple[Future[PutResult], tuple[Span, ...]]] = []
+        self._putting: list[tuple[Future[PutResult], _Job]] = []
+        self._open: Counter[str] = Counter()  # request -> its jobs
 
     @property
     def busy(self) -> bool:
         """Whether copies or puts are under way."""
         return bool(self._copying or self._putting)
+
+    def is_saving(self, request_id: str) -> bool:
+        """Whether blocks of this request are on their way."""
+        return request_id in self._open
 
     def plan(self, step: Step, jobs: Iterator[int]) -> dict[int, tuple[Save, ...]]:
         """Save jobs for the blocks that are full once this step has run."""
@@ -55,63 +84,72 @@ class SaveQueue:
             if job is not None:
                 number = next(jobs)
                 self._copying[number] = job
-                ids = span.block_ids[job.refs[0].depth :]
-                saves[number] = tuple(map(Save, ids, job.spans))
+                self._open[job.request_id] += 1
+                self._copies.filled(job.block_ids, job.keys)
+                parts = len(self._parts)
+                saves[number] = tuple(
+                    Save(job.block_ids[at // parts], span, at % parts) for at, span in enumerate(job.spans)
+                )
         return saves
 
     def _job_for(self, span: StepSpan) -> _Job | None:
-        request, full = span.request, span.stop // self._block_size
+        request, full, parts = span.request, span.stop // self._block_size, len(self._parts)
         first = self._saved.get(request.id)
         if first is None:
-            first = len(self._store.match(self._keys(request, 0, full)).tiers)
-        spans = self._staging.allocate(full - first) if full > first else []
-        stop = first + len(spans)
+            keys = self._parts.keys(request.chain[:full])
+            first = self._store.wanted(keys, exact=span.exact, parts=parts)
+        spans = self._allocate(full - first) if full > first else []
+        stop = first + len(spans) // parts
         self._saved[request.id] = stop
         self._waiting[request.id] = full - stop
         if not spans:
             return None
-        refs = self._refs(request, first, stop, exact=span.exact)
-        return _Job(refs, tuple(spans), frozenset(span.block_ids[first:stop]))
+        refs = self._parts.refs(request.chain, first, stop, exact=span.exact)
+        hints = block_hints(request, first, stop, parts)
+        return _Job(request.id, span.block_ids[first:stop], tuple(refs), tuple(spans), hints)
 
-    def _keys(self, request: RequestView, start: int, stop: int) -> list[bytes]:
-        return store_keys(request.chain[start:stop], self._mask)
-
-    def _refs(self, request: RequestView, start: int, stop: int, *, exact: bool) -> tuple[BlockRef, ...]:
-        keys = self._keys(request, max(start - 1, 0), stop)
-        parents = [None, *keys] if start == 0 else keys
-        own = keys if start == 0 else keys[1:]
-        return tuple(
-            BlockRef(key, self._ns, start + at, parent, exact)
-            for at, (key, parent) in enumerate(zip(own, parents, strict=False))
-        )
+    def _allocate(self, blocks: int) -> list[Span]:
+        """Slots for all parts of up to so many blocks, block by block."""
+        columns = [region.allocate(blocks) for region in self._staging]
+        fitting = min(map(len, columns))
+        for region, column in zip(self._staging, columns, strict=True):
+            region.free(column[fitting:])
+        return [span for row in zip(*(column[:fitting] for column in columns), strict=True) for span in row]
 
     def fences(self, written: frozenset[int], planned: Mapping[int, object]) -> frozenset[int]:
         """Earlier save jobs that still read device blocks which this step may write."""
         return frozenset(
             number
             for number, job in self._copying.items()
-            if number not in planned and not job.block_ids.isdisjoint(written)
+            if number not in planned and not written.isdisjoint(job.block_ids)
         )
 
     def copied(self, number: int, good: int | None) -> None:
-        """The worker is through with a job; `good` leading copies arrived, None for all."""
+        """The workers are through with a job; `good` leading blocks arrived, None for all."""
         job = self._copying.pop(number, None)
         if job is None:
             return
-        kept = len(job.refs) if good is None else good
-        buffers = [self._staging.view(span) for span in job.spans[:kept]]
-        self._putting.append((self._store.put(list(zip(job.refs, buffers, strict=False))), job.spans))
-        self._drop("copy_failed", len(job.refs) - kept)
+        parts = len(self._parts)
+        blocks = len(job.block_ids) if good is None else good
+        buffers = [self._staging[at % parts].view(span) for at, span in enumerate(job.spans[: blocks * parts])]
+        items = list(zip(job.refs, buffers, strict=False))
+        hints = None if job.hints is None else job.hints[: len(items)]
+        self._putting.append((self._store.put(items, hints, parts=parts), job))
+        self._drop("copy_failed", len(job.block_ids) - blocks)
 
     def collect(self) -> None:
         """Free the staging memory of finished puts."""
         going = []
-        for future, spans in self._putting:
-            if future.done():
-                settled(future, None)
-                self._staging.free(spans)
-            else:
-                going.append((future, spans))
+        for future, job in self._putting:
+            if not future.done():
+                going.append((future, job))
+                continue
+            if settled(future, None) is not None:
+                self._copies.stored(job.block_ids, job.keys)
+            for part, region in enumerate(self._staging):
+                region.free(job.spans[part :: len(self._parts)])
+            self._open[job.request_id] -= 1
+            self._open += Counter()
         self._putting = going
 
     def forget(self, request_id: str) -> None:

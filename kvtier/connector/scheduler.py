@@ -2,23 +2,35 @@
 
 A request's way through it:
 
-    match       look up -> acquire (Pending) -> leased, offered
+    match       look up -> gate -> acquire (Pending) -> leased, offered
     allocated   fetch into host
-    plan        fetched -> a load job for the worker; newly full blocks -> a save job
+    plan        fetched -> a load job for the workers; newly full blocks -> a save job
     completed   loaded -> lease ends; saved -> put into the store, staging freed
+
+What takes too long on the way is given up and computed instead: a tier that hangs costs its deadline, once.
 """
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
+from kvtier.connector.duplicates import DeviceCopies
 from kvtier.connector.futures import settled
+from kvtier.connector.gate import Gate
+from kvtier.connector.hinting import Hinting
+from kvtier.connector.options import ConnectorOptions
+from kvtier.connector.parts import Ended, Parts, Reports
 from kvtier.connector.saves import SaveQueue
+from kvtier.cost import Decision
 from kvtier.cpu import StagingRegion
+from kvtier.errors import ConfigError
 from kvtier.hooks import Completed, FinishReason, Load, Match, Pending, RequestView, Step, TransferPlan, TransferResults
-from kvtier.keys import Namespace, namespace_index, store_keys
+from kvtier.keys import Namespace
 from kvtier.store import Lease, TieredStore
+from kvtier.tiers import Owner
 
 __all__ = ["TierScheduler"]
 
@@ -29,18 +41,39 @@ class _Loading:
 
     blocks of the chain   [0 ........ first) [first ...... stop) [stop ...
                            on the device      to be loaded        to be computed
+
+    The lease begins at block `base`, which was `first` when it was asked for: what the device has is neither verified
+    nor renewed.
     """
 
+    owner: Owner
     acquired: "Future[Lease]"
-    offered_from: int = 0
+    deadline: float
+    base: int
+    first: int
+    stop: int
     device_blocks: tuple[int, ...] = ()
     found_in: tuple[str, ...] = ()
-    first: int = 0
-    stop: int = 0
     fetched: "Future[int] | None" = None
     good: int = 0
     job: int | None = None
+    nbytes: int = 0
     abandoned: bool = False
+
+    @property
+    def lease(self) -> Lease:
+        """What was acquired; nothing, if the store's work died."""
+        return settled(self.acquired, Lease(""))
+
+    def leased(self, blocks: int) -> tuple[int, int]:
+        """Where the first so many blocks to be loaded lie in the lease."""
+        start = self.first - self.base
+        return start, start + blocks
+
+    @property
+    def working(self) -> "Future[Lease] | Future[int]":
+        """The store's latest work on it: until it is done, a thread may be using the lease."""
+        return self.acquired if self.fetched is None else self.fetched
 
 
 @dataclass(slots=True)
@@ -53,105 +86,168 @@ class _Outbox:
 
 
 class TierScheduler:
-    """Implements `kvtier.hooks.SchedulerHook` over a store, for one uniform layout on one worker.
+    """Implements `kvtier.hooks.SchedulerHook` over a store.
 
     Args:
-        store: the block store; this half uses it, and does not close it.
+        store: the block store; this half uses it, and does not close it. For blocks in formats other than raw, the
+            namespace is registered with it.
         namespace: what the engine's KV is compatible with.
         block_size: tokens per block.
-        staging: memory of the worker's saves, with slots of one raw block.
+        staging: memory of the workers' saves, with slots of one raw part; one region per part (group by group, in
+            each shard by shard).
+        options: the rest.
+
+    Raises:
+        ConfigError: the number of staging regions is not that of parts.
     """
 
-    def __init__(self, store: TieredStore, namespace: Namespace, block_size: int, staging: StagingRegion) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        namespace: Namespace,
+        block_size: int,
+        staging: StagingRegion | Sequence[StagingRegion],
+        options: ConnectorOptions | None = None,
+    ) -> None:
+        options = options or ConnectorOptions()
+        regions = [staging] if isinstance(staging, StagingRegion) else list(staging)
+        self._parts = Parts(namespace, options.groups, options.shards)
+        if len(regions) != len(self._parts):
+            raise ConfigError(f"{len(regions)} staging regions: expected one for each of {len(self._parts)} parts")
         self._store = store
-        self._mask = namespace.mask()
         self._block_size = block_size
+        self._gate = Gate(store, block_size, sum(region.slot_bytes for region in regions), options)
+        self._copies = DeviceCopies(store)
+        self._saves = SaveQueue(store, self._parts, block_size, regions, self._copies)
+        self._hinting = Hinting(store, self._parts)
         self._loading: dict[str, _Loading] = {}
+        self._declined: set[str] = set()  # look-ups that ended with nothing, until the request is admitted
+        self._late: list[tuple[Future[Lease] | Future[int], float]] = []
         self._by_job: dict[int, str] = {}
+        self._reports = Reports(options.shards)
         self._jobs = count(1)
-        self._saves = SaveQueue(store, namespace_index(namespace.digest), self._mask, block_size, staging)
+        self._lives = count(1)
         self._outbox = _Outbox()
-        self._prefill_rate = store.metrics.prefill_rate
 
     # ---- looking up
 
     def match(self, request: RequestView, device_tokens: int) -> Match | Pending:
         """See `SchedulerHook.match`. At least one token of the request is always left to compute."""
-        state = self._loading.get(request.id)
+        state, first = self._loading.get(request.id), device_tokens // self._block_size
         if state is not None and state.abandoned:
             # An earlier life of this request (preempted while loading) has not let go of its blocks yet.
             return Pending()
+        if state is not None and first < state.base:
+            # The device lost blocks since: there is a hole before what was leased.
+            self._let_go(request.id)
+            state = None
         if state is None:
-            usable = min(len(request.chain), (request.num_tokens - 1) // self._block_size)
-            keys = store_keys(request.chain[:usable], self._mask)
-            run = len(self._store.match(keys).tiers)
-            if run * self._block_size <= device_tokens:
-                return Match(0)
-            state = _Loading(self._store.acquire(keys[:run], request.id))
-            self._loading[request.id] = state
-        if not state.acquired.done():
-            return Pending()
-        state.offered_from = device_tokens // self._block_size
-        offered = len(self._lease(state).blocks) - state.offered_from
-        if offered <= 0:
-            self._give_up(request.id)
+            state = self._look_up(request, first)
+        if state is None:
             return Match(0)
-        return Match(offered * self._block_size, self._exact(state))
+        if not state.acquired.done():
+            if time.monotonic() < state.deadline:
+                return Pending()
+            self._count_timeout("acquire")
+        return self._offer(request.id, state, first)
 
-    @staticmethod
-    def _lease(state: _Loading) -> Lease:
-        return settled(state.acquired, Lease(""))
+    def _look_up(self, request: RequestView, first: int) -> _Loading | None:
+        """Start to lease what is worth loading beyond the `first` blocks, which the device has."""
+        usable = min(len(request.chain), (request.num_tokens - 1) // self._block_size)
+        if request.id in self._declined or usable <= first:
+            return None
+        keys, parts = self._parts.keys(request.chain[first:usable]), len(self._parts)
+        found = self._store.match(keys, parts=parts, lossy=request.lossy).tiers
+        if not found:
+            return None
+        wanted = self._gate.decide(request.id, found, first)
+        if wanted == 0:
+            self._declined.add(request.id)
+            return None
+        deadline = time.monotonic() + self._gate.patience(request.id)
+        # A life of its own: what an earlier one still holds must not end with this one, nor the other way round.
+        owner = f"{request.id}/{next(self._lives)}"
+        acquired = self._store.acquire(
+            keys[: wanted * parts], owner, parts=parts, lossy=request.lossy, deadline=deadline
+        )
+        state = self._loading[request.id] = _Loading(owner, acquired, deadline, first, first, first + wanted)
+        return state
 
-    def _exact(self, state: _Loading) -> bool:
-        return all(handle.ref.exact for _, handle in self._lease(state).blocks)
+    def _offer(self, request_id: str, state: _Loading, first: int) -> Match:
+        held = len(state.lease) if state.acquired.done() else 0
+        blocks = state.base + held - first
+        if blocks <= 0:
+            if first < state.stop:
+                self._declined.add(request_id)
+            self._let_go(request_id)
+            return Match(0)
+        state.first = first
+        return Match(blocks * self._block_size, state.lease.is_exact(*state.leased(blocks)))
+
+    def explain(self, request_id: str) -> Decision | None:
+        """How much of what was found for a request was worth loading, and why; None where nothing was decided."""
+        return self._gate.explain(request_id)
 
     def allocated(self, request: RequestView, block_ids: Sequence[int], external_tokens: int) -> None:
         """See `SchedulerHook.allocated`."""
+        self._declined.discard(request.id)
+        self._hinting.admitted(request)
         if external_tokens == 0:
-            self._give_up(request.id)
+            self._let_go(request.id)
             return
         state = self._loading[request.id]
-        state.first = state.offered_from
-        state.stop = state.first + external_tokens // self._block_size
+        blocks = external_tokens // self._block_size
+        state.stop = state.first + blocks
+        start, stop = state.leased(blocks)
         state.device_blocks = tuple(block_ids[state.first : state.stop])
-        state.found_in = tuple(self._lease(state).tiers()[state.first : state.stop])
-        state.fetched = self._store.fetch(self._lease(state), state.first, state.stop)
+        state.found_in = tuple(state.lease.tiers()[start:stop])
+        state.deadline = time.monotonic() + self._gate.patience(request.id)
+        state.fetched = self._store.fetch(state.lease, start, stop, deadline=state.deadline)
 
     def finished(self, request_id: str, reason: FinishReason) -> bool:
         """See `SchedulerHook.finished`: holds the blocks only while a load is writing to them."""
         self._saves.forget(request_id)
+        self._declined.discard(request_id)
+        self._hinting.finished(request_id, reason)
+        self._hinting.settle(self._saves.is_saving)
+        self._let_go(request_id)
+        return request_id in self._loading
+
+    def _let_go(self, request_id: str) -> None:
+        """The request wants nothing any more: drop it, or wait for the job that writes to its blocks."""
         state = self._loading.get(request_id)
         if state is None:
-            return False
-        state.abandoned = True
-        self._reap(request_id, state)
-        return state.job is not None
-
-    def _give_up(self, request_id: str) -> None:
-        state = self._loading.get(request_id)
-        if state is not None:
-            state.abandoned = True
-            self._reap(request_id, state)
-
-    def _reap(self, request_id: str, state: _Loading) -> None:
-        """Drop an abandoned request as soon as no thread and no copy uses its lease."""
-        busy = not state.acquired.done() or (state.fetched is not None and not state.fetched.done())
-        if busy or state.job is not None:
             return
-        self._store.release(self._lease(state))
+        if state.job is not None:
+            state.abandoned = True
+            return
         del self._loading[request_id]
+        self._release(state)
+
+    def _release(self, state: _Loading) -> None:
+        """End the lease as soon as no thread of the store uses it, in that thread or here."""
+        state.working.add_done_callback(partial(_end_lease, self._store, state))
+        if not state.working.done():
+            self._late.append((state.working, state.deadline))
 
     # ---- transfers
 
     def plan(self, step: Step) -> TransferPlan:
         """See `SchedulerHook.plan`."""
+        self._copies.overwritten(step.written)
         loads: dict[int, tuple[Load, ...]] = {}
+        now = time.monotonic()
         for request_id, state in list(self._loading.items()):
-            if state.abandoned:
-                self._reap(request_id, state)
-            elif state.fetched is not None and state.job is None and state.fetched.done():
+            if state.fetched is None or state.job is not None:
+                continue
+            if state.fetched.done():
                 self._start_load(request_id, state, settled(state.fetched, 0), loads)
+            elif now >= state.deadline:
+                self._count_timeout("fetch")
+                self._end_load(request_id, state, 0)
+        self._late = [(work, deadline) for work, deadline in self._late if not work.done() and now < deadline]
         saves = self._saves.plan(step, self._jobs)
+        self._copies.flush()
         return TransferPlan(loads, saves, self._saves.fences(step.written, planned=saves))
 
     def _start_load(self, request_id: str, state: _Loading, fetched: int, loads: dict[int, tuple[Load, ...]]) -> None:
@@ -159,44 +255,73 @@ class TierScheduler:
         if fetched == 0:
             self._end_load(request_id, state, 0)
             return
-        stop = state.first + fetched
-        spans = self._store.spans(self._lease(state), state.first, stop)
+        parts = len(self._parts)
+        located = self._store.located(state.lease, *state.leased(fetched))
         state.job = next(self._jobs)
+        state.nbytes = sum(span.nbytes for span, _ in located)
+        self._gate.link.started(state.nbytes)
         self._by_job[state.job] = request_id
-        loads[state.job] = tuple(map(Load, spans, state.device_blocks))
+        loads[state.job] = tuple(
+            Load(span, state.device_blocks[at // parts], fmt, at % parts) for at, (span, fmt) in enumerate(located)
+        )
 
     def completed(self, results: TransferResults) -> Completed:
         """See `SchedulerHook.completed`."""
-        ended = dict.fromkeys(results.finished) | results.failed
-        for job, copied in ended.items():
-            request_id = self._by_job.pop(job, None)
-            if request_id is not None:
-                state = self._loading[request_id]
-                self._end_load(request_id, state, state.good if copied is None else copied)
+        for ended in self._reports.add(results):
+            request_id = self._by_job.pop(ended.job, None)
+            if request_id is None:
+                self._saves.copied(ended.job, ended.good)
             else:
-                self._saves.copied(job, copied)
+                self._loaded(request_id, ended)
         self._saves.collect()
+        self._hinting.settle(self._saves.is_saving)
         outbox, self._outbox = self._outbox, _Outbox()
         return Completed(outbox.loaded, frozenset(outbox.failed), tuple(outbox.released))
 
+    def _loaded(self, request_id: str, ended: Ended) -> None:
+        state = self._loading[request_id]
+        self._gate.link.ended(state.nbytes)
+        if ended.good is None:
+            self._gate.link.observe(state.nbytes, ended.seconds)
+        good = state.good if ended.good is None else ended.good
+        lease, (start, stop) = state.lease, state.leased(good)
+        keys = [handle.ref.key for _, handle in lease.part(start, stop)]
+        self._copies.filled(state.device_blocks[:good], keys)
+        self._copies.stored(state.device_blocks[:good], keys)
+        for at, tier in enumerate(state.found_in[:good], start):
+            nbytes = lease.nbytes(at, at + 1)
+            self._store.metrics.loaded_bytes.labels(tier).inc(nbytes)
+            self._gate.learn(tier, nbytes)
+        self._end_load(request_id, state, good)
+
     def _end_load(self, request_id: str, state: _Loading, good: int) -> None:
-        for (_, handle), tier in zip(self._lease(state).blocks[state.first :][:good], state.found_in, strict=False):
-            self._store.metrics.loaded_bytes.labels(tier).inc(handle.nbytes)
+        stop = state.first + good
         if state.abandoned:
             self._outbox.released.append(request_id)
         else:
-            self._outbox.loaded[request_id] = ((state.first + good) * self._block_size, self._exact(state))
-            if good < state.stop - state.first:
+            exact = state.lease.is_exact(*state.leased(good))
+            self._outbox.loaded[request_id] = (stop * self._block_size, exact)
+            if stop < state.stop:
                 self._outbox.failed.add(request_id)
-        self._store.release(self._lease(state))
         del self._loading[request_id]
+        self._release(state)
 
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
+    def _count_timeout(self, operation: str) -> None:
+        self._store.metrics.errors.labels("connector", f"{operation}_timeout").inc()
+
+    def observe_prefill(self, tokens: int, seconds: float, attended: int = 0) -> None:
         """See `SchedulerHook.observe_prefill`."""
-        if seconds > 0:
-            self._prefill_rate.set(tokens / seconds)
+        self._gate.observe_prefill(tokens, seconds, attended)
 
     @property
     def busy(self) -> bool:
-        """See `SchedulerHook.busy`."""
-        return bool(self._loading or self._outbox.loaded or self._outbox.released) or self._saves.busy
+        """See `SchedulerHook.busy`. What the store is late with counts until its deadline only."""
+        now = time.monotonic()
+        late = any(not work.done() and now < deadline for work, deadline in self._late)
+        return bool(late or self._loading or self._outbox.loaded or self._outbox.released) or self._saves.busy
+
+
+def _end_lease(store: TieredStore, state: _Loading, _: "Future[Lease] | Future[int]") -> None:
+    store.release(state.lease)
+    # The net below it: nothing that this life of the request held outlives it.
+    store.release_owner(state.owner)

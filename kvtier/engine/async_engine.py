@@ -13,6 +13,7 @@ from kvtier.engine.core import Engine
 from kvtier.engine.outputs import RequestOutput
 from kvtier.engine.params import SamplingParams
 from kvtier.errors import KVTierError
+from kvtier.hints import RequestHints
 
 __all__ = ["AsyncEngine"]
 
@@ -61,7 +62,7 @@ class AsyncEngine:
         self._thread.start()
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams | None = None
+        self, prompt: Sequence[int], params: SamplingParams | None = None, hints: RequestHints | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Complete one prompt: yields an output for each token. Ending the iteration early aborts the request.
 
@@ -70,7 +71,7 @@ class AsyncEngine:
             KVTierError: the engine failed, or is closed.
         """
         request_id, mailbox = f"async-{next(self._numbers)}", _Mailbox()
-        self._order(partial(self._add, request_id, prompt, params, mailbox))
+        self._order(partial(self._add, mailbox, request_id, prompt, params, hints))
         try:
             while True:
                 output = await mailbox.get()
@@ -140,11 +141,18 @@ class AsyncEngine:
         while self._orders:
             self._orders.popleft()()
 
-    def _add(self, request_id: str, prompt: Sequence[int], params: SamplingParams | None, mailbox: _Mailbox) -> None:
+    def _add(
+        self,
+        mailbox: _Mailbox,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams | None,
+        hints: RequestHints | None,
+    ) -> None:
         # First of all: whatever goes wrong, this consumer learns of it.
         self._mailboxes[request_id] = mailbox
         try:
-            self._engine.add(request_id, prompt, params)
+            self._engine.add(request_id, prompt, params, hints)
         except KVTierError as error:
             del self._mailboxes[request_id]
             mailbox.put(error)

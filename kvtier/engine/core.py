@@ -19,6 +19,7 @@ from kvtier.engine.text import TextStream
 from kvtier.engine.tokenizer import IncrementalDecoder
 from kvtier.errors import ConfigError, RequestError
 from kvtier.gpu.storage import DevicePool
+from kvtier.hints import RequestHints
 from kvtier.hooks import FinishReason, SchedulerHook, TransferResults, WorkerHook
 
 __all__ = ["Engine", "pool_size"]
@@ -69,13 +70,20 @@ class Engine:
         """Whether transfers are under way: they need further steps, even when all requests are finished."""
         return self._scheduler.busy
 
-    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams | None = None) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        hints: RequestHints | None = None,
+    ) -> None:
         """Queue a request; `step` computes it.
 
         Args:
             request_id: unique among all requests that this engine ever sees.
             prompt: token ids.
             params: how to sample and when to stop; `max_tokens` ends at the context at the latest.
+            hints: what is known of its KV's future; they order evictions, never the output.
 
         Raises:
             RequestError: the id is in use, or the prompt is empty, too long or holds unknown tokens.
@@ -83,11 +91,12 @@ class Engine:
         chosen = SamplingParams() if params is None else params
         if not isinstance(chosen, SamplingParams):
             raise RequestError(f"request {request_id!r} has params {chosen!r}: expected SamplingParams")
+        if hints is not None and not isinstance(hints, RequestHints):
+            raise RequestError(f"request {request_id!r} has hints {hints!r}: expected RequestHints")
         tokens = self._checked(request_id, prompt)
         seed = derived_seed(self.options.seed, next(self._numbers)) if chosen.seed is None else chosen.seed
-        request = Request(
-            request_id, tokens, chosen, seed, block_size=self.options.block_size, limit=self.max_model_len
-        )
+        size, limit = self.options.block_size, self.max_model_len
+        request = Request(request_id, tokens, chosen, seed, block_size=size, limit=limit, hints=hints)
         self._scheduler.add(request)
         self._streams[request_id] = TextStream(IncrementalDecoder(self._tokenizer), chosen.stop)
 
@@ -133,7 +142,7 @@ class Engine:
         """
         plan = self._scheduler.schedule()
         try:
-            self._runner.begin(plan.transfers)
+            self._runner.begin(plan)
             began = time.perf_counter()
             tokens = self._runner.compute(plan)
             self._observe(plan, time.perf_counter() - began)
@@ -159,7 +168,8 @@ class Engine:
         # Without a sampled token nobody waited for the device, and a decode's time says little about prefill.
         prefill = plan.samples and all(span.stop - span.start > 1 for span in plan.step.spans)
         if self._hook is not None and prefill:
-            self._hook.observe_prefill(plan.num_tokens, seconds)
+            attended = sum((span.stop**2 - span.start**2) // 2 for span in plan.step.spans)
+            self._hook.observe_prefill(plan.num_tokens, seconds, attended)
 
     def _advance(self, request: Request, token: int) -> RequestOutput:
         stream = self._streams[request.id]

@@ -24,6 +24,7 @@ class SamplingParams:
         stop: texts that end the output, which is cut before them.
         stop_token_ids: tokens that end the output, beside the model's end-of-sequence tokens.
         ignore_eos: go on after the model's end-of-sequence tokens.
+        accept_lossy: reuse KV that went through a lossy format; the output may differ. None: as the tiers are set.
 
     Raises:
         RequestError: a value is out of range.
@@ -37,6 +38,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    accept_lossy: bool | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -48,6 +50,8 @@ class SamplingParams:
             raise RequestError(f"temperature={self.temperature!r}: expected a finite number, at least 0")
         if not (_is_real(self.top_p) and 0 < self.top_p <= 1):
             raise RequestError(f"top_p={self.top_p!r}: expected a number above 0 and at most 1")
+        if self.accept_lossy not in (None, True, False):
+            raise RequestError(f"accept_lossy={self.accept_lossy!r}: expected true, false, or none for the default")
         object.__setattr__(self, "stop", _stop_texts(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
 

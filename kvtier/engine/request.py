@@ -13,6 +13,7 @@ from kvtier.engine.outputs import RequestMetrics
 from kvtier.engine.params import SamplingParams
 from kvtier.errors import RequestError
 from kvtier.gpu.table import BlockTable
+from kvtier.hints import RequestHints
 from kvtier.keys import Chain
 
 __all__ = ["Request", "State"]
@@ -58,6 +59,7 @@ class Request:
         block_size: tokens per block.
         limit: tokens of prompt and output together at which the output ends, for lack of context.
         extras: block index -> `keys.encode_extra(...)` of what the block holds besides tokens.
+        hints: what is known of its blocks' future.
     """
 
     __slots__ = (
@@ -65,6 +67,7 @@ class Request:
         "_chain",
         "_chained",
         "exact",
+        "hints",
         "id",
         "max_tokens",
         "metrics",
@@ -89,9 +92,11 @@ class Request:
         block_size: int,
         limit: int,
         extras: Mapping[int, bytes] | None = None,
+        hints: RequestHints | None = None,
     ) -> None:
         self.id = request_id
         self.params = params
+        self.hints = hints
         self.seed = seed
         self.tokens = list(prompt)
         self.prompt_len = len(prompt)
@@ -121,6 +126,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
         return len(self.tokens)
+
+    @property
+    def lossy(self) -> bool | None:
+        """Whether it may be computed from KV that is not exact; None: as the tiers are set."""
+        return self.params.accept_lossy
 
     @property
     def remaining(self) -> int:
@@ -164,18 +174,19 @@ class Request:
             self._chain.extend(self.tokens[self._chained :])
             self._chained = len(self.tokens)
 
-    def start_loading(self, table: BlockTable, device_tokens: int) -> None:
+    def start_loading(self, table: BlockTable, device_tokens: int, *, exact: bool = True) -> None:
         """WAITING -> LOADING: the table's first `device_tokens` tokens are a prefix hit, the next ones on their way."""
         self._move(State.LOADING)
-        self._take(table, device_tokens)
+        self._take(table, device_tokens, exact=exact)
 
-    def start_running(self, table: BlockTable, device_tokens: int) -> None:
-        """WAITING -> RUNNING: the table's first `device_tokens` tokens are a prefix hit."""
+    def start_running(self, table: BlockTable, device_tokens: int, *, exact: bool = True) -> None:
+        """WAITING -> RUNNING: the table's first `device_tokens` tokens are a prefix hit, and exact or not."""
         self._move(State.RUNNING)
-        self._take(table, device_tokens)
+        self._take(table, device_tokens, exact=exact)
 
-    def _take(self, table: BlockTable, device_tokens: int) -> None:
+    def _take(self, table: BlockTable, device_tokens: int, *, exact: bool) -> None:
         self.table = table
+        self.exact = exact
         self.num_computed = device_tokens
         self.published = device_tokens // self._block_size
 

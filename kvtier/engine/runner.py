@@ -18,8 +18,8 @@ __all__ = ["Runner"]
 class Runner:
     """Runs steps on one device.
 
-        begin()      fences waited for, loads started
-        compute()    blocks copied, KV computed, tokens sampled
+        begin()      fences waited for, blocks copied, loads started
+        compute()    KV computed, tokens sampled
         end()        saves started, ended transfers reported
 
     Saves reach the worker hook only after what they name was computed: a step that failed saves nothing.
@@ -38,10 +38,21 @@ class Runner:
         if worker is not None:
             worker.register_pool(pool.as_bytes())
 
-    def begin(self, transfers: TransferPlan) -> None:
-        """Before the step."""
+    def begin(self, plan: StepPlan) -> None:
+        """Before the step.
+
+        A copy may write where a fenced save still reads, and may read a block that was given up since, and that a
+        load is about to write: hence this order.
+        """
+        transfers, fences = plan.transfers, plan.transfers.fences
+        if plan.copies:
+            if self._worker is not None and fences:
+                self._worker.begin(TransferPlan(fences=fences))
+                fences = frozenset()
+            with torch.inference_mode():
+                self._pool.copy_blocks(plan.copies)
         if self._worker is not None:
-            self._worker.begin(TransferPlan(loads=transfers.loads, fences=transfers.fences))
+            self._worker.begin(TransferPlan(loads=transfers.loads, fences=fences))
 
     def compute(self, plan: StepPlan) -> list[int]:
         """The step; returns one token for each of `plan.samples`."""
@@ -49,8 +60,6 @@ class Runner:
         if not spans:
             return []
         with torch.inference_mode():
-            if plan.copies:
-                self._pool.copy_blocks(plan.copies)
             lengths = np.fromiter((span.stop - span.start for span in spans), np.int64, len(spans))
             ends = np.cumsum(lengths)
             pieces = (

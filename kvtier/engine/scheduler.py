@@ -279,7 +279,11 @@ class Scheduler:
         spare = self._pool.free_blocks - self._num_active
         if self._stalled is not None and self._stalled[0] is request and spare <= self._stalled[1]:
             return _Admission.BLOCKED
-        table = BlockTable(self._pool, self._pool.match(request.chain[: request.reusable_blocks]))
+        found = self._pool.match(request.chain[: request.reusable_blocks], exact=not request.lossy)
+        table = BlockTable(self._pool, found)
+        if self._is_on_its_way(request, len(found)):
+            table.release()
+            return _Admission.SKIPPED
         device_tokens = table.capacity_tokens
         external = self._offered(request, device_tokens)
         fits = table.missing(request.num_tokens, device_tokens) + self._num_active <= self._pool.free_blocks
@@ -291,10 +295,11 @@ class Scheduler:
             return _Admission.BLOCKED
         request.metrics.cached_tokens += device_tokens
         self.counters.device_hits += device_tokens
+        exact = all(map(self._pool.is_exact, found))
         if external:
-            self._start_load(request, table, device_tokens + external, draft)
+            self._start_load(request, table, device_tokens + external, draft, exact=exact)
         else:
-            request.start_running(table, device_tokens)
+            request.start_running(table, device_tokens, exact=exact)
             insort(self._running, request, key=_by_arrival)
             stop = min(request.num_tokens, device_tokens + draft.budget)
             draft.compute(request, stop, table.extend(stop, device_tokens))
@@ -312,11 +317,25 @@ class Scheduler:
         size = self._pool.block_size
         return min(offer.tokens // size * size, request.reusable_blocks * size - device_tokens)
 
-    def _start_load(self, request: Request, table: BlockTable, stop: int, draft: Draft) -> None:
+    def _is_on_its_way(self, request: Request, device_blocks: int) -> bool:
+        """Whether an active request will soon publish the next block that this one could take from the device."""
+        if device_blocks >= request.reusable_blocks:
+            return False
+        wanted = request.chain[device_blocks]
+        active = (*self._running, *(loading.request for loading in self._loading.values()))
+        return any(
+            other.published <= device_blocks < len(other.chain)
+            and other.chain[device_blocks] == wanted
+            # Only blocks that are sure to be exact are worth waiting for, unless others do as well.
+            and (request.lossy or (other.exact and not other.lossy))
+            for other in active
+        )
+
+    def _start_load(self, request: Request, table: BlockTable, stop: int, draft: Draft, *, exact: bool) -> None:
         device_tokens = table.capacity_tokens
         table.extend(stop, device_tokens)
         draft.receive(table.ids[device_tokens // self._pool.block_size :])
-        request.start_loading(table, device_tokens)
+        request.start_loading(table, device_tokens, exact=exact)
         self._loading[request.id] = _Loading(request, stop, self._clock())
 
     # ---- after the step

@@ -14,6 +14,7 @@ from kvtier.gpu.table import BlockCopy, BlockTable
 
 if TYPE_CHECKING:
     from kvtier.gpu.attention import PagedAttention as PagedAttention
+    from kvtier.gpu.copies import BlockMove as BlockMove
     from kvtier.gpu.copies import CopyEngine as CopyEngine
     from kvtier.gpu.copies import CopyTicket as CopyTicket
     from kvtier.gpu.copies import Direction as Direction
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockCopy",
+    "BlockMove",
     "BlockPool",
     "BlockTable",
     "CopyEngine",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "BlockMove": "kvtier.gpu.copies",
     "CopyEngine": "kvtier.gpu.copies",
     "CopyTicket": "kvtier.gpu.copies",
     "DevicePool": "kvtier.gpu.storage",

@@ -1,4 +1,4 @@
-"""CopyEngine: device blocks to and from host memory, batched, in the background.
+"""CopyEngine: device blocks to and from host memory, batched, in the background, decoded on their way in.
 
     submit() --> lane TO_DEVICE --> thread --> ticket       a lane keeps the order of its batches,
     submit() --> lane TO_HOST ----> thread --> ticket       the two lanes do not wait for each other
@@ -9,7 +9,8 @@ On CUDA a lane's copies run on a stream of its own, on CPU memory in its thread 
 import enum
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -18,14 +19,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvtier.errors import FormatMismatch, LeaseError, TierTimeout
+from kvtier.errors import FormatMismatch, KVTierError, LeaseError, TierTimeout
 
-__all__ = ["BlockMove", "CopyEngine", "CopyTicket", "Direction"]
+__all__ = ["BlockMove", "CopyEngine", "CopyTicket", "Decode", "Direction"]
 
 _log = logging.getLogger(__name__)
 
-BlockMove: TypeAlias = tuple[int, memoryview]
-"""A device block id, and the host memory that it is copied to or from: contiguous, block_bytes long."""
+Decode: TypeAlias = Callable[[memoryview, memoryview], None]
+"""Writes a raw block into its second argument from an encoded one in its first; a `KVTierError` if it cannot."""
+
+
+class BlockMove(NamedTuple):
+    """One copy.
+
+    block_id: of the device. memory: where it is copied to or from: contiguous, and block_bytes long unless encoded.
+    decode: how the memory becomes a raw block, on the way to the device only; None: it is one.
+    """
+
+    block_id: int
+    memory: memoryview
+    decode: Decode | None = None
+
+
+# Encoded blocks that are decoded before their copies have to end.
+_BOUNCE_BLOCKS = 8
 
 
 class Direction(enum.Enum):
@@ -41,13 +58,15 @@ class CopyTicket:
     Attributes:
         total: copies of the batch.
         good: leading copies that were made; final once `done`.
+        seconds: what they took, without waiting for their turn.
     """
 
-    __slots__ = ("_ended", "good", "total")
+    __slots__ = ("_ended", "good", "seconds", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.good = 0
+        self.seconds = 0.0
         self._ended = threading.Event()
 
     @property
@@ -65,9 +84,10 @@ class CopyTicket:
             raise TierTimeout(f"{self.total} copies have not ended within {timeout} s; wait again")
         return self.good
 
-    def finish(self, good: int) -> None:
+    def finish(self, good: int, seconds: float) -> None:
         """Called once, by the lane."""
         self.good = good
+        self.seconds = seconds
         self._ended.set()
 
 
@@ -84,8 +104,8 @@ class _Mover(Protocol):
         """What the submitter has launched so far, if that may still be running."""
         ...
 
-    def move(self, moves: Sequence[BlockMove], after: torch.cuda.Event | None) -> None:
-        """Wait for `after`, copy, and return when the bytes have arrived."""
+    def move(self, moves: Sequence[BlockMove], after: torch.cuda.Event | None) -> int:
+        """Wait for `after`, copy, and return how many leading ones have arrived: one that cannot be decoded ends it."""
         ...
 
 
@@ -111,11 +131,15 @@ class CopyEngine:
         self._closed = False
 
     def submit(
-        self, copies: Sequence[BlockMove], direction: Direction, after_event: torch.cuda.Event | None = None
+        self,
+        copies: Sequence[BlockMove | tuple[int, memoryview]],
+        direction: Direction,
+        after_event: torch.cuda.Event | None = None,
     ) -> CopyTicket:
         """Queue a batch behind all earlier ones of its direction.
 
-        A copy whose block id or memory does not fit ends the batch there: `CopyTicket.good` says where.
+        A copy whose block id or memory does not fit, or that cannot be decoded, ends the batch there:
+        `CopyTicket.good` says where.
 
         Args:
             copies: the memory must stay as it is until the ticket is done.
@@ -127,7 +151,8 @@ class CopyEngine:
             LeaseError: the engine is closed.
         """
         ticket = CopyTicket(len(copies))
-        fitting = copies[: self._leading_good(copies, direction)]
+        moves = [BlockMove(*copy) for copy in copies]
+        fitting = moves[: self._leading_good(moves, direction)]
         lane = self._lanes[direction]
         with self._lock:
             if self._closed:
@@ -146,9 +171,10 @@ class CopyEngine:
             lane.thread.join()
 
     def _leading_good(self, copies: Sequence[BlockMove], direction: Direction) -> int:
-        for at, (block_id, memory) in enumerate(copies):
+        for at, (block_id, memory, decode) in enumerate(copies):
             read_only = direction is Direction.TO_HOST and memory.readonly
-            fits = memory.nbytes == self._block_bytes and memory.c_contiguous and not read_only
+            sized = memory.nbytes == self._block_bytes if decode is None else direction is Direction.TO_DEVICE
+            fits = sized and memory.c_contiguous and not read_only
             if not (fits and 0 <= block_id < self._num_blocks):
                 _log.error(
                     "copy %d of %d %s: block %d of 0..%d, %d bytes of memory, contiguous %s, read-only %s: expected %d "
@@ -174,15 +200,14 @@ class _Lane:
 
 def _drain(queue: "SimpleQueue[_Batch | None]", mover: _Mover) -> None:
     while (batch := queue.get()) is not None:
-        ticket, good = batch.ticket, 0
+        ticket, good, began = batch.ticket, 0, time.perf_counter()
         try:
-            mover.move(batch.moves, batch.after)
-            good = len(batch.moves)
+            good = mover.move(batch.moves, batch.after)
         except Exception:  # noqa: BLE001 - the thread's top level: the lane goes on with the next batch
             _log.exception("%d copies failed", len(batch.moves))
         # The caller may unmap its memory as soon as the ticket is done.
         del batch
-        ticket.finish(good)
+        ticket.finish(good, time.perf_counter() - began)
 
 
 def _mover(pool: Tensor, direction: Direction) -> _Mover:
@@ -199,40 +224,99 @@ class _HostMover:
     def fence(self) -> None:
         return None
 
-    def move(self, moves: Sequence[BlockMove], after: torch.cuda.Event | None) -> None:
-        for block_id, memory in moves:
+    def move(self, moves: Sequence[BlockMove], after: torch.cuda.Event | None) -> int:
+        for at, (block_id, memory, decode) in enumerate(moves):
+            if decode is not None:
+                if not _decoded(decode, memory, self._rows[block_id].data):
+                    return at
+                continue
             host = np.frombuffer(memory, np.uint8)
             if self._to_device:
                 np.copyto(self._rows[block_id], host)
             else:
                 np.copyto(host, self._rows[block_id])
+        return len(moves)
+
+
+def _decoded(decode: Decode, source: memoryview, target: memoryview) -> bool:
+    try:
+        decode(source, target)
+    except KVTierError as error:
+        _log.error("a block of %d encoded bytes, and those behind it, are not copied: %s", source.nbytes, error)
+        return False
+    return True
 
 
 class _StreamMover:
-    """Copies on a side stream. Pinned memory moves by DMA; pageable memory holds up this lane's thread only."""
+    """Copies on a side stream. Pinned memory moves by DMA; pageable memory holds up this lane's thread only.
+
+    Encoded blocks are decoded by this thread into a small pinned bounce buffer, a few at a time.
+    """
 
     def __init__(self, pool: Tensor, direction: Direction) -> None:
         self._pool = pool
         self._to_device = direction is Direction.TO_DEVICE
         self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
+        self._bounce = _Bounce(pool.shape[1], self._arrive, pinned=True)
 
     def fence(self) -> torch.cuda.Event:
         launched: torch.cuda.Event = torch.cuda.current_stream(self._pool.device).record_event()
         return launched
 
-    def move(self, moves: Sequence[BlockMove], after: torch.cuda.Event | None) -> None:
+    def move(self, moves: Sequence[BlockMove], after: torch.cuda.Event | None) -> int:
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            for block_id, memory in moves:
-                row, host = self._pool[block_id], _tensor_over(memory)
+            good = 0
+            for block_id, memory, decode in moves:
+                row = self._pool[block_id]
+                host = _tensor_over(memory) if decode is None else self._bounce.decoded(decode, memory)
+                if host is None:
+                    break
                 if self._to_device:
                     row.copy_(host, non_blocking=True)
                 else:
                     host.copy_(row, non_blocking=True)
-            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            arrived.record(self._stream)
+                good += 1
+            self._arrive()
+        return good
+
+    def _arrive(self) -> None:
+        """Wait until all copies so far have ended, without spinning."""
+        arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        arrived.record(self._stream)
         arrived.synchronize()
+
+
+class _Bounce:
+    """A few blocks of host memory in turn: each is used again once the copies out of all of them have ended.
+
+    Args:
+        block_bytes: of a raw block.
+        arrive: returns when they have.
+        pinned: whether a device copies from it.
+    """
+
+    def __init__(self, block_bytes: int, arrive: Callable[[], None], *, pinned: bool) -> None:
+        self._block_bytes = block_bytes
+        self._arrive = arrive
+        self._pinned = pinned
+        self._blocks: Tensor | None = None
+        self._used = 0
+
+    def decoded(self, decode: Decode, source: memoryview) -> Tensor | None:
+        """The raw block, uint8 [block_bytes]; None if it cannot be decoded."""
+        if self._blocks is None:
+            shape = _BOUNCE_BLOCKS, self._block_bytes
+            self._blocks = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pinned)
+        if self._used == _BOUNCE_BLOCKS:
+            self._arrive()
+            self._used = 0
+        block = self._blocks[self._used]
+        if not _decoded(decode, source, block.numpy().data):
+            return None
+        self._used += 1
+        return block
 
 
 class _Writable:

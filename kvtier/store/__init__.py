@@ -1,6 +1,20 @@
 """TieredStore: one block store over several tiers. The only room that knows more than one of them."""
 
 from kvtier.store.build import open_store
-from kvtier.store.tiered import Lease, PutResult, StoreMatch, TieredStore
+from kvtier.store.lease import Lease
+from kvtier.store.options import StoreOptions
+from kvtier.store.prefetching import Prefetch
+from kvtier.store.results import Located, PrefetchResult, PutResult, StoreMatch
+from kvtier.store.tiered import TieredStore
 
-__all__ = ["Lease", "PutResult", "StoreMatch", "TieredStore", "open_store"]
+__all__ = [
+    "Lease",
+    "Located",
+    "Prefetch",
+    "PrefetchResult",
+    "PutResult",
+    "StoreMatch",
+    "StoreOptions",
+    "TieredStore",
+    "open_store",
+]

@@ -1,10 +1,16 @@
 """From the `tiering` section of the configuration to an open store."""
 
-from kvtier.config import NvmeSettings, TieringSettings
+import time
+from collections.abc import Callable
+
+from kvtier import formats
+from kvtier.config import HostSettings, NvmeSettings, TieringSettings
 from kvtier.cpu import HostTier
-from kvtier.errors import CapacityError
+from kvtier.errors import CapacityError, ConfigError
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeOptions, NvmeTier
+from kvtier.policies import NextTurn, NoPrefetch, make_policy
+from kvtier.store.options import StoreOptions
 from kvtier.store.tiered import TieredStore
 
 __all__ = ["open_store"]
@@ -14,49 +20,87 @@ _WRITEBACK_SHARE = 4
 
 
 def open_store(
-    settings: TieringSettings, *, block_bytes: int = 1, metrics: Metrics | None = None
+    settings: TieringSettings,
+    *,
+    block_bytes: int = 1,
+    metrics: Metrics | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> TieredStore | None:
     """Open the configured tiers.
 
     Args:
-        settings: which tiers, where and how large.
+        settings: which tiers, where, how large, and how they are used.
         block_bytes: the largest block that every tier must be able to hold.
         metrics: shared by the store and its tiers.
+        clock: seconds, for policies and the store.
 
     Returns:
         The store, or None where tiering is off (`host` is None).
 
     Raises:
         CapacityError: a tier is too small, or too large for this machine.
+        ConfigError: an unknown policy or format, or one that makes no sense where it is.
         TierUnavailable: the NVMe directory cannot be opened.
     """
     if settings.host is None:
         return None
+    # Before anything is opened: a directory that can never hold a block is not even made.
     _check_capacities(settings, block_bytes)
+    _check_formats(settings)
     metrics = metrics or Metrics()
-    host = HostTier(settings.host.capacity, metrics=metrics)
+    host = _open_host(settings.host, block_bytes, metrics, clock)
+    lower: list[NvmeTier] = []
     try:
-        lower = [] if settings.nvme is None else [_open_nvme(settings.nvme, metrics)]
+        if settings.nvme is not None:
+            lower.append(_open_nvme(settings.nvme, metrics))
+        return TieredStore(host, lower, metrics=metrics, options=_options(settings, settings.host), clock=clock)
     except BaseException:
+        for tier in lower:
+            tier.close()
         host.close()
         raise
-    return TieredStore(
-        host,
-        lower,
-        metrics=metrics,
-        writeback_bytes=settings.host.capacity // _WRITEBACK_SHARE,
+
+
+def _options(settings: TieringSettings, host: HostSettings) -> StoreOptions:
+    nvme = settings.nvme
+    chosen = {"host": host.format} if nvme is None else {"host": host.format, "nvme": nvme.format}
+    return StoreOptions(
         accept_lossy=settings.accept_lossy,
+        formats=chosen,
+        writeback_bytes=max(host.capacity // _WRITEBACK_SHARE, 1),
+        write_rule="through" if nvme is None else nvme.write,
+        write_budget=None if nvme is None else nvme.write_budget,
+        load_deadline=settings.load_deadline,
+        prefetch=NextTurn() if settings.prefetch == "next_turn" else NoPrefetch(),
     )
 
 
 def _check_capacities(settings: TieringSettings, block_bytes: int) -> None:
-    # Before anything is opened: a directory that can never hold a block is not even made.
     for name, tier in (("host", settings.host), ("nvme", settings.nvme)):
         if tier is not None and tier.capacity < block_bytes:
             raise CapacityError(
                 f"tiering.{name}.capacity = {tier.capacity} bytes: one KV block of this model has {block_bytes}; "
                 f"give the tier at least that much, or switch it off"
             )
+
+
+def _check_formats(settings: TieringSettings) -> None:
+    for name, tier in (("host", settings.host), ("nvme", settings.nvme)):
+        if tier is not None and not formats.get(tier.format).exact and not settings.accept_lossy:
+            raise ConfigError(
+                f"tiering.{name}.format = {tier.format!r} is lossy: nothing stored in it would ever be reused; "
+                "set tiering.accept_lossy = true (outputs may differ), or choose raw or bitsplit"
+            )
+    if settings.host is not None and settings.host.format == "bitsplit":
+        raise ConfigError(
+            "tiering.host.format = 'bitsplit': its blocks differ in size, and host takes fixed sizes only; "
+            "use it in tiering.nvme.format"
+        )
+
+
+def _open_host(settings: HostSettings, block_bytes: int, metrics: Metrics, clock: Callable[[], float]) -> HostTier:
+    policy = make_policy(settings.policy, max(settings.capacity // block_bytes, 1), clock)
+    return HostTier(settings.capacity, policy=policy, metrics=metrics)
 
 
 def _open_nvme(settings: NvmeSettings, metrics: Metrics) -> NvmeTier:

@@ -1,38 +1,77 @@
 """Joins: a second put or load of a key in flight waits for the first instead of repeating it."""
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-__all__ = ["InFlight"]
+from kvtier.tiers import BlockRef
+
+__all__ = ["Claim", "InFlight"]
+
+
+class Claim(NamedTuple):
+    """What `InFlight.claim` answers.
+
+    mine: per ref, whether it is now the caller's. theirs: the events of the others' keys, set when they are through.
+    """
+
+    mine: list[bool]
+    theirs: list[threading.Event]
 
 
 class InFlight:
-    """Which keys are being written into the host tier right now, and by whom others can wait for them."""
+    """Which keys are being written into one tier right now, and by whom others can wait for them.
+
+    What is in flight lossy does not keep an exact one from being written beside it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: dict[bytes, threading.Event] = {}
+        self._events: dict[tuple[bytes, bool], threading.Event] = {}
+        self._deleted: set[bytes] = set()
 
-    def claim(self, keys: Sequence[bytes]) -> tuple[list[bool], list[threading.Event]]:
-        """Claim what nobody works on.
-
-        Returns:
-            Per key, whether it is now the caller's; and the events of the others' keys, set when they are through.
-        """
+    def claim(self, refs: Sequence[BlockRef]) -> Claim:
+        """Claim what nobody works on at this or higher fidelity."""
         event = threading.Event()
         mine, theirs = [], []
         with self._lock:
-            for key in keys:
-                holder = self._events.get(key)
+            for ref in refs:
+                holder = self._events.get((ref.key, True)) or self._events.get((ref.key, ref.exact))
                 mine.append(holder is None)
                 if holder is None:
-                    self._events[key] = event
+                    self._events[ref.key, ref.exact] = event
                 elif holder is not event:
                     theirs.append(holder)
-        return mine, theirs
+        return Claim(mine, theirs)
 
-    def finish(self, keys: Iterable[bytes]) -> None:
-        """The caller's claimed keys were written, or never will be."""
+    def finish(self, refs: Iterable[BlockRef]) -> list[bytes]:
+        """The caller's claimed keys were written, or never will be.
+
+        Returns:
+            Those that were deleted meanwhile, for the caller to remove again.
+        """
+        deleted = []
         with self._lock:
-            for event in {self._events.pop(key) for key in keys}:
+            events = set()
+            for ref in refs:
+                events.add(self._events.pop((ref.key, ref.exact)))
+                if ref.key in self._deleted:
+                    deleted.append(ref.key)
+                    if (ref.key, not ref.exact) not in self._events:
+                        self._deleted.discard(ref.key)
+            for event in events:
                 event.set()
+        return deleted
+
+    def delete(self, keys: Iterable[bytes] | None = None) -> None:
+        """What of these keys (None: of all) is in flight was deleted."""
+        with self._lock:
+            going = {key for key, _ in self._events}
+            self._deleted |= going if keys is None else going.intersection(keys)
+
+    @staticmethod
+    def wait(events: Iterable[threading.Event], deadline: float | None) -> None:
+        """Wait until others' keys are through, or until the deadline."""
+        for event in events:
+            event.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))

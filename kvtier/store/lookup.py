@@ -1,29 +1,35 @@
-"""Galloping look-up: how many leading keys of a chain a tier holds, in O(log n) index probes."""
+"""Galloping look-up: how many leading blocks of a chain a tier holds, in O(log n) index probes."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
+from kvtier.errors import TierTimeout
 from kvtier.tiers import Status, Tier
 
-__all__ = ["leading_run"]
+__all__ = ["leading_run", "present"]
 
 
-def leading_run(tier: Tier, keys: Sequence[bytes]) -> int:
-    """Length of the leading run of `keys` in `tier`.
+def leading_run(count: int, held: Callable[[Sequence[int]], Sequence[bool]]) -> int:
+    """Length of the leading run of `count` blocks that is held.
 
     Relies on prefix closure (a present block has its ancestors), so it is a hint: `acquire` verifies the run.
+
+    Args:
+        count: blocks in all.
+        held: block positions -> whether each is there.
     """
-    if not keys:
+    if count <= 0:
         return 0
-    probes = _gallop(len(keys))
-    found = _present(tier, [keys[at] for at in probes])
+    probes = _gallop(count)
+    found = held(probes)
     misses = [at for at, here in zip(probes, found, strict=True) if not here]
     if not misses:
-        return len(keys)
+        return count
     high = misses[0]
     low = max((at for at, here in zip(probes, found, strict=True) if here and at < high), default=-1)
     while high - low > 1:
         middle = (low + high) // 2
-        if _present(tier, [keys[middle]])[0]:
+        if held([middle])[0]:
             low = middle
         else:
             high = middle
@@ -38,5 +44,14 @@ def _gallop(count: int) -> list[int]:
     return [*probes, count - 1]
 
 
-def _present(tier: Tier, keys: Sequence[bytes]) -> list[bool]:
-    return [status is Status.OK for status in tier.contains(keys).wait().statuses]
+def present(tier: Tier, keys: Sequence[bytes], seconds: float, *, exact: bool) -> list[bool]:
+    """Which keys a tier holds; one batch, answered within so many seconds or not at all.
+
+    Raises:
+        TierTimeout: the tier did not answer.
+    """
+    deadline = time.monotonic() + seconds
+    statuses = tier.contains(keys, deadline, exact=exact).wait(seconds).statuses
+    if Status.TIMEOUT in statuses:
+        raise TierTimeout(f"tier {tier.name} did not answer a look-up within {seconds} s")
+    return [status is Status.OK for status in statuses]

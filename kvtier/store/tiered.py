@@ -1,273 +1,326 @@
 """TieredStore: look up, lease, promote and put blocks over a host tier and the tiers below it.
 
-One block's way down: put -> host (reserved, written, committed) -> write-back -> every lower tier.
+One block's way down: put -> host (reserved, written, committed) -> placement -> demotion -> every lower tier.
 Its way up: match -> acquire (leased where it lies) -> fetch (promoted into host, leased there) -> read in place.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Literal
 
-from kvtier.errors import ConfigError, KVTierError
-from kvtier.layout import Span
+from kvtier.cost import TierSpeed
+from kvtier.errors import ConfigError, FormatMismatch
+from kvtier.hints import Hint
+from kvtier.layout import Layout
 from kvtier.metrics import Metrics
+from kvtier.policies.prefetch import NoPrefetch
+from kvtier.store.deadlines import Deadlines
+from kvtier.store.demotion import Demoter
+from kvtier.store.gateway import GatewayTier
 from kvtier.store.inflight import InFlight
-from kvtier.store.lookup import leading_run
-from kvtier.store.writeback import WriteBack
-from kvtier.store.writing import write_reserved
-from kvtier.tiers import AddressableTier, BlockRef, Exists, Handle, Owner, Status, Tier
+from kvtier.store.lanes import Lane, Operation, Steps
+from kvtier.store.lease import Lease
+from kvtier.store.leasing import Leases, Pins
+from kvtier.store.options import StoreOptions
+from kvtier.store.placement import Placed, Placement
+from kvtier.store.port import Port
+from kvtier.store.prefetching import Prefetch, prefetch_steps
+from kvtier.store.promotion import Promoter
+from kvtier.store.putting import Item, Putter
+from kvtier.store.recoding import Recoder
+from kvtier.store.results import Located, PutResult, StoreMatch
+from kvtier.store.sessions import SessionBook, Turns
+from kvtier.tiers import OWN_WORK, BlockRef, Owner, Tier
 
-__all__ = ["Lease", "PutResult", "StoreMatch", "TieredStore"]
+__all__ = ["TieredStore"]
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
-
-class StoreMatch(NamedTuple):
-    """Tier name of each block of the longest leading run that is somewhere. A hint: no lease, no recency."""
-
-    tiers: tuple[str, ...]
-
-
-class PutResult(NamedTuple):
-    """Of one `put`: blocks newly stored, blocks that were there or in flight already, blocks dropped."""
-
-    stored: int
-    joined: int
-    dropped: int
-
-
-@dataclass(slots=True)
-class Lease:
-    """A hold on a run of blocks, each in one tier. Ends by `TieredStore.release`."""
-
-    owner: Owner
-    blocks: list[tuple[Tier, Handle]] = field(default_factory=list)
-
-    def tiers(self) -> list[str]:
-        """Where each block lies now."""
-        return [tier.name for tier, _ in self.blocks]
+_TICK_SECONDS = 0.25
 
 
 class TieredStore:
     """A block store over `host` and the tiers below it. Thread-safe.
 
-    Work that moves bytes or touches a disk runs in the store's threads and returns a `Future`; `match` and
-    `release` only touch indices and run in the caller's. A tier's failure degrades to a miss or a drop.
+    Keys and items are block-major: with `parts` = P, `keys[b * P + p]` is part p of block b. A block is ready only when
+    all its parts are; runs, positions and counts are of blocks.
+
+    Work that moves bytes or touches a disk runs in the store's threads and returns a `Future`; `match`, `wanted`,
+    `pin` and `release` only touch indices and host memory and run in the caller's. A tier's failure degrades to a
+    miss or a drop. Deadlines are absolute `time.monotonic()` seconds.
 
     Args:
         host: the gateway: whatever moves between the device and lower tiers passes through it.
-        lower: tiers below, fastest first; each gets a copy of every block put (write-through in the background).
+        lower: tiers below, fastest first.
         metrics: shared with the tiers.
-        writeback_bytes: how much of host may wait to be written down.
+        options: see `StoreOptions`.
+        clock: seconds, for pins, budgets, breakers and predictions.
 
     Invariants:
         1. A key is written once per tier, however many put or load it at the same time: the others join.
-        2. Only exact blocks are leased unless `accept_lossy`.
-        3. Every acquired lease is released exactly once, also when its tier failed meanwhile.
+        2. Only exact blocks are leased unless lossy ones are accepted.
+        3. Every lease is ended exactly once, also when its tier failed or hung meanwhile.
+        4. What hangs in one tier holds up nobody who does not need that tier, and them no longer than their deadline.
     """
 
     def __init__(
         self,
-        host: AddressableTier,
+        host: GatewayTier,
         lower: Sequence[Tier] = (),
         *,
         metrics: Metrics | None = None,
-        writeback_bytes: int = 1 << 28,
-        accept_lossy: bool = False,
+        options: StoreOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        options = options or StoreOptions()
         self.host = host
         self.lower = tuple(lower)
         self.metrics = metrics or Metrics()
-        self._accept_lossy = accept_lossy
-        self._inflight = InFlight()
-        self._writeback = WriteBack(host, lower, writeback_bytes, self.metrics)
-        # Loads are somebody's latency and must not queue behind puts; puts keep their order, parents first.
-        self._loads = ThreadPoolExecutor(2, thread_name_prefix="kvtier-load")
-        self._puts = ThreadPoolExecutor(1, thread_name_prefix="kvtier-put")
+        self.options = options
+        self._recoder = Recoder(self.tiers, options.formats, accept_lossy=options.accept_lossy)
+        self._ports = [Port(tier, options, self.metrics, clock, memory=tier is host) for tier in self.tiers]
+        gate = self._ports[0]
+        self._demoters = [
+            Demoter(host, gate, port, self._recoder, bound=options.writeback_bytes, patience=options.load_deadline)
+            for port in self._ports[1:]
+        ]
+        inflight = self._inflight = InFlight()
+        self._placement = Placement(host, gate, self._demoters, options, self.metrics, clock)
+        self._putter = Putter(gate, host, inflight, self._recoder, self._placement, self.metrics)
+        self._promoter = Promoter(self._ports, host, inflight, self._recoder, self._placement, self.metrics)
+        self._leases = Leases(self._ports)
+        self._pins = Pins(gate, self.metrics, clock)
+        self._book = SessionBook()
+        self._turns = Turns(options.prefetch, self._book, clock)
+        # Puts keep their order, parents first.
+        self._puts = Lane("kvtier-put", 1)
+        self._deadlines = Deadlines(self._ports, options.load_deadline)
+        self._prefetches: dict[Owner, set[Prefetch]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        if not isinstance(options.prefetch, NoPrefetch):
+            self._tick()
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """All tiers, fastest first."""
         return (self.host, *self.lower)
 
+    def register(self, ns: int, layout: Layout, formats: Mapping[str, str] | None = None) -> None:
+        """Say what the blocks of a namespace are, so that they can be encoded; unregistered ones are kept raw.
+
+        Args:
+            ns: `keys.namespace_index`.
+            layout: of its raw blocks; parts are ordered by layer group, then by shard.
+            formats: tier name -> format id where it differs from `StoreOptions.formats`.
+
+        Raises:
+            ConfigError: an unknown tier or format, a lossy one that is not accepted, one of variable size in host,
+                or another layout than before.
+            FormatMismatch: a format has no encoding for this layout.
+        """
+        self._recoder.register(ns, layout, formats or {})
+
     # ---- looking up
 
-    def match(self, keys: Sequence[bytes]) -> StoreMatch:
-        """Where the longest leading run of `keys` lies. Index probes only: no bytes, no lease, no recency."""
-        found: list[str] = []
-        progress = True
-        while progress and len(found) < len(keys):
-            before = len(found)
-            for tier in self.tiers:
-                found += [tier.name] * self._run_in(tier, keys[len(found) :])
-            progress = len(found) > before
-        return StoreMatch(tuple(found))
+    def match(self, keys: Sequence[bytes], *, parts: int = 1, lossy: bool | None = None) -> StoreMatch:
+        """Where the longest leading run of `keys` lies. Index probes only: no bytes, no lease, no recency.
 
-    def _run_in(self, tier: Tier, keys: Sequence[bytes]) -> int:
-        return self._degrade(tier, "match", lambda: leading_run(tier, keys), 0)
-
-    def acquire(self, keys: Sequence[bytes], owner: Owner) -> "Future[Lease]":
-        """Lease the longest leading run of `keys`, each block in the fastest tier that has it.
-
-        Host blocks are checksummed now, blocks of lower tiers when they are fetched.
+        Args:
+            keys: store keys, block-major.
+            parts: per block.
+            lossy: whether lossy blocks will do; None: as the options say.
         """
-        return self._submit(self._loads, Lease(owner), self._acquire, list(keys), owner)
+        _check_parts(keys, parts)
+        return StoreMatch(tuple(self._leases.match(keys, parts, exact=self._exact(lossy=lossy))))
 
-    def _acquire(self, keys: list[bytes], owner: Owner) -> Lease:
-        lease = Lease(owner)
-        try:
-            self._lease_everywhere(lease, keys)
-        except BaseException:
-            self.release(lease)
-            raise
-        self._cut_inexact(lease)
+    def wanted(self, keys: Sequence[bytes], *, exact: bool, parts: int = 1) -> int:
+        """Leading blocks that need no saving: they are there, and (`exact`) exact where host can keep them so."""
+        _check_parts(keys, parts)
+        return len(self._leases.match(keys, parts, exact=exact and self._recoder.keeps_exact()))
+
+    def acquire(
+        self,
+        keys: Sequence[bytes],
+        owner: Owner,
+        *,
+        parts: int = 1,
+        lossy: bool | None = None,
+        deadline: float | None = None,
+    ) -> "Future[Lease]":
+        """Lease the longest leading run of `keys`, each part in the fastest tier that has it.
+
+        Host blocks are checksummed now, blocks of lower tiers when they are fetched. At the deadline (None:
+        `StoreOptions.load_deadline` from now) the lease is what was found until then.
+        """
+        _check_parts(keys, parts)
+        lease = self._leases.new(owner, parts, exact=self._exact(lossy=lossy))
+        until = self._deadlines.absolute(deadline)
+        steps = self._acquire(lease, list(keys), until)
+        return self._deadlines.run("acquire", steps, lambda: self._leases.complete(lease), until)
+
+    def _acquire(self, lease: Lease, keys: list[bytes], deadline: float | None) -> Steps[Lease]:
+        yield from self._leases.steps(lease, keys, deadline)
+        if self._placement.watches_use:
+            found = [Placed(handle.ref, handle.nbytes) for tier, handle in lease.blocks if tier is self.host]
+            if found:
+                self._puts.submit(lambda: self._placement.used(found))
         return lease
-
-    def _lease_everywhere(self, lease: Lease, keys: list[bytes]) -> None:
-        progress = True
-        while progress and len(lease.blocks) < len(keys):
-            before = len(lease.blocks)
-            for tier in self.tiers:
-                rest = keys[len(lease.blocks) :]
-                handles = self._lease_run(tier, rest, lease.owner) if rest else ()
-                lease.blocks += [(tier, handle) for handle in handles]
-            progress = len(lease.blocks) > before
-
-    def _lease_run(self, tier: Tier, keys: Sequence[bytes], owner: Owner) -> tuple[Handle, ...]:
-        return self._degrade(tier, "acquire", lambda: tier.acquire(keys, owner).wait().handles, ())
-
-    def _cut_inexact(self, lease: Lease) -> None:
-        if self._accept_lossy:
-            return
-        for at, (_, handle) in enumerate(lease.blocks):
-            if not handle.ref.exact:
-                self._release_blocks(lease.blocks[at:])
-                del lease.blocks[at:]
-                return
 
     def release(self, lease: Lease) -> None:
         """End a lease. Idempotent."""
-        blocks, lease.blocks = lease.blocks, []
-        self._release_blocks(blocks)
+        self._leases.release(lease)
 
-    def _release_blocks(self, blocks: Sequence[tuple[Tier, Handle]]) -> None:
-        for tier in {id(tier): tier for tier, _ in blocks}.values():
-            tier.release([handle for held_in, handle in blocks if held_in is tier])
+    def release_owner(self, owner: Owner) -> None:
+        """End everything that an owner holds or waits for: leases, pins, prefetches. Unknown owners hold nothing."""
+        with self._lock:
+            prefetches = self._prefetches.pop(owner, set())
+        for prefetch in prefetches:
+            prefetch.cancel()
+        self._leases.release_owner(owner)
+        self._pins.remove(owner)
 
     # ---- the way up
 
-    def fetch(self, lease: Lease, start: int, stop: int) -> "Future[int]":
+    def fetch(self, lease: Lease, start: int, stop: int, *, deadline: float | None = None) -> "Future[int]":
         """Bring blocks [start, stop) of a lease into host, leased there.
 
         Returns:
             How many leading ones of them are now in host and verified. The lease keeps holding all of its blocks.
         """
-        return self._submit(self._loads, 0, self._fetch, lease, start, stop)
+        until = self._deadlines.absolute(deadline)
+        steps = self._fetch(lease, start, stop, until)
+        return self._deadlines.run("fetch", steps, lambda: self._promoter.in_host(lease, start, stop), until)
 
-    def _fetch(self, lease: Lease, start: int, stop: int) -> int:
-        at = start
-        while at < stop:
-            tier = lease.blocks[at][0]
-            end = at + 1
-            while end < stop and lease.blocks[end][0] is tier:
-                end += 1
-            if tier is not self.host:
-                promoted = self._promote(tier, lease, at, end)
-                if promoted < end - at:
-                    return at + promoted - start
-            at = end
-        return stop - start
+    def _fetch(self, lease: Lease, start: int, stop: int, deadline: float | None) -> Steps[int]:
+        fits = yield from self._promoter.steps(lease, start, stop, deadline)
+        if not fits:
+            self.metrics.dropped_blocks.labels(self.host.name, "no_space_to_promote").inc()
+        return self._promoter.in_host(lease, start, stop)
 
-    def _promote(self, tier: Tier, lease: Lease, start: int, stop: int) -> int:
-        sources = [handle for _, handle in lease.blocks[start:stop]]
-        keys = [source.ref.key for source in sources]
-        mine, theirs = self._inflight.claim(keys)
-        claimed = [source for source, own in zip(sources, mine, strict=True) if own]
-        try:
-            self._degrade(tier, "promote", lambda: self._copy_up(tier, claimed), None)
-        finally:
-            self._inflight.finish([source.ref.key for source in claimed])
-        for event in theirs:
-            event.wait()
-        if theirs:
-            self.metrics.joined.labels("load").inc(len(theirs))
-        promoted = self._lease_run(self.host, keys, lease.owner)
-        tier.release(sources[: len(promoted)])
-        lease.blocks[start : start + len(promoted)] = [(self.host, handle) for handle in promoted]
-        return len(promoted)
+    def located(self, lease: Lease, start: int, stop: int) -> list[Located]:
+        """Where the parts of blocks [start, stop) of a fetched lease lie in host's regions, and in what format."""
+        return [Located(self.host.span(handle), handle.fmt) for _, handle in lease.part(start, stop)]
 
-    def _copy_up(self, tier: Tier, sources: Sequence[Handle]) -> None:
-        slots = self.host.reserve(
-            [source.ref for source in sources],
-            [source.nbytes for source in sources],
-            [source.fmt for source in sources],
-            "store.promote",
+    def prefetch(
+        self, keys: Sequence[bytes], owner: Owner, *, parts: int = 1, deadline: float | None = None
+    ) -> Prefetch:
+        """Bring the longest leading run of `keys` into host, where it stays as long as its recency lets it."""
+        _check_parts(keys, parts)
+        until = self._deadlines.absolute(deadline)
+        lease = self._leases.new(OWN_WORK + "prefetch", parts, exact=self._exact(lossy=None))
+        prefetch = Prefetch(
+            prefetch_steps(lease, list(keys), self._leases, self._promoter, self.metrics, until),
+            lambda: self._promoter.in_host(lease, 0, len(lease)),
+            self.metrics,
+            partial(self._deadlines.blame, "prefetch", until),
         )
-        pairs = [(slot, source) for slot, source in zip(slots, sources, strict=True) if isinstance(slot, Handle)]
-        targets = [slot for slot, _ in pairs]
-        try:
-            items = [(source, self.host.buffer(slot)) for slot, source in pairs]
-            statuses = tier.read(items).wait().statuses if items else ()
-            bad = next((at for at, status in enumerate(statuses) if status is not Status.OK), len(statuses))
-            self.host.seal(targets[:bad])
-            self.host.commit(targets[:bad])
-        finally:
-            # What was committed is no reservation any more; the rest (a bad block and its descendants) goes.
-            self.host.abort(targets)
+        with self._lock:
+            self._prefetches.setdefault(owner, set()).add(prefetch)
+        prefetch.future.add_done_callback(lambda _: self._prefetched(owner, prefetch))
+        prefetch.start()
+        self._deadlines.watch(prefetch, until)
+        return prefetch
 
-    def spans(self, lease: Lease, start: int, stop: int) -> list[Span]:
-        """Where blocks [start, stop) of a fetched lease lie in host's regions."""
-        return [self.host.span(handle) for _, handle in lease.blocks[start:stop]]
+    def _prefetched(self, owner: Owner, prefetch: Prefetch) -> None:
+        with self._lock:
+            going = self._prefetches.get(owner, set())
+            going.discard(prefetch)
+            if not going:
+                self._prefetches.pop(owner, None)
 
     # ---- the way down
 
-    def put(self, items: Sequence[tuple[BlockRef, memoryview]], fmt: str = "raw") -> "Future[PutResult]":
-        """Store blocks of one chain, parents first. The buffers must stay as they are until the result is there."""
-        return self._submit(self._puts, PutResult(0, 0, len(items)), self._put, list(items), fmt)
+    def put(
+        self,
+        items: Sequence[tuple[BlockRef, memoryview]],
+        hints: Sequence[Hint] | None = None,
+        *,
+        parts: int = 1,
+    ) -> "Future[PutResult]":
+        """Store raw blocks, parents first, each with all its parts or not at all.
 
-    def _put(self, items: list[tuple[BlockRef, memoryview]], fmt: str) -> PutResult:
-        mine, _ = self._inflight.claim([ref.key for ref, _ in items])
-        claimed = [item for item, own in zip(items, mine, strict=True) if own]
-        try:
-            result = self._degrade(
-                self.host, "put", lambda: self._write_host(claimed, fmt), PutResult(0, 0, len(claimed))
-            )
-        finally:
-            self._inflight.finish([ref.key for ref, _ in claimed])
-        joined = result.joined + len(items) - len(claimed)
-        if joined:
-            self.metrics.joined.labels("put").inc(joined)
-        self._writeback.submit(self._not_below([ref.key for ref, _ in items]))
-        return PutResult(result.stored, joined, result.dropped)
+        The buffers must stay as they are until the result is there.
 
-    def _write_host(self, items: Sequence[tuple[BlockRef, memoryview]], fmt: str) -> PutResult:
-        refs = [ref for ref, _ in items]
-        slots = self.host.reserve(refs, [data.nbytes for _, data in items], [fmt] * len(items), "store.put")
-        pairs = [(slot, data) for slot, (_, data) in zip(slots, items, strict=True) if isinstance(slot, Handle)]
-        good = write_reserved(self.host, pairs)
-        existing = sum(isinstance(slot, Exists) for slot in slots)
-        return PutResult(good, existing, len(items) - existing - good)
+        Args:
+            items: blocks, block-major. The parent of part p of a block is part p of the block before it.
+            hints: one per item.
+            parts: per block.
 
-    def _not_below(self, keys: list[bytes]) -> list[bytes]:
-        """Keys from the first one on that some lower tier lacks."""
-        if not self.lower:
-            return []
-        return keys[min(self._run_in(tier, keys) for tier in self.lower) :]
+        Raises:
+            FormatMismatch: a block has another size than its layout says, or the numbers do not fit.
+        """
+        checked = self._putter.items(items, hints, parts)
+        self._pins.expire()
+        self._turns.note(self._book.note([ref.key for ref, _ in items], [item.hint for item in checked]))
+        dropped = PutResult(0, 0, len(items) // parts)
+        operation = Operation(self._put(checked, parts), lambda: dropped)
+        return operation.start()
 
-    # ---- the whole
+    def _put(self, items: list[Item], parts: int) -> Steps[PutResult]:
+        yield self._puts
+        return self._putter.put(items, parts)
 
-    def flush(self) -> None:
-        """Wait for all puts and write-backs so far, and make every tier as durable as it can be."""
-        self._settle()
-        for tier in self.tiers:
-            tier.flush()
+    # ---- what is known of blocks
 
-    def _settle(self) -> None:
-        self._submit(self._puts, None, lambda: None).result()
-        self._writeback.drain()
+    def pin(self, keys: Sequence[bytes], owner: Owner, *, parts: int = 1, ttl: float | None = None) -> int:
+        """Keep the leading run that is in host there, until `unpin`, or for `ttl` seconds.
+
+        Returns:
+            How many blocks are pinned by this.
+        """
+        _check_parts(keys, parts)
+        pinned = self._pins.add(keys, owner, parts, ttl)
+        if ttl is not None and pinned:
+            self._deadlines.after(ttl, self._pins.expire)
+        return pinned
+
+    def unpin(self, owner: Owner) -> None:
+        """End all pins of an owner. Unknown owners have none."""
+        self._pins.remove(owner)
+
+    def hint(self, keys: Sequence[bytes], hints: Sequence[Hint]) -> None:
+        """Take new hints, one per key, in every tier, soon; keys that are absent are ignored."""
+        if len(keys) != len(hints):
+            raise FormatMismatch(f"{len(keys)} keys, {len(hints)} hints: expected one per key")
+        self._turns.note(self._book.note(keys, hints))
+        self._hint(keys, hints)
+
+    def _hint(self, keys: Sequence[bytes], hints: Sequence[Hint]) -> None:
+        for port in self._ports if keys else ():
+            # Host's after the puts that came before; below, what hangs holds up nobody but itself.
+            lane = self._puts if port.tier is self.host else port.lookups
+            lane.submit(partial(port.attempt, "hint", partial(port.tier.hint, list(keys), list(hints)), None))
+
+    def end_session(self, session: str) -> None:
+        """No further turn follows: what only this session used has `reuse = none` from now on."""
+        self._turns.end(session)
+        own = self._book.end(session)
+        self._hint(own, [Hint(reuse="none", session=session)] * len(own))
+
+    def duplicate(self, keys: Sequence[bytes], *, above: bool) -> None:
+        """The device holds these blocks too (or not any more): they leave host before all others."""
+        self._ports[0].attempt("duplicate", lambda: self.host.duplicate(keys, above=above), None)
+
+    # ---- removal
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Remove blocks and what descends from them from every tier, those on their way included.
+
+        Returns:
+            How many of the keys were in some tier.
+        """
+        self._barrier()
+        self._inflight.delete(keys)
+        self._placement.forget(keys)
+        there = [False] * len(keys)
+        for port in self._ports:
+            there = [before or now for before, now in zip(there, port.remove(keys), strict=True)]
+        return sum(there)
 
     def clear(self, tier_name: str | None = None, ns: int | None = None) -> None:
         """Remove every block of a namespace (None: all) from one tier (None: all), those on their way included.
@@ -279,37 +332,89 @@ class TieredStore:
         if tier_name not in (None, *names):
             raise ConfigError(f"no tier {tier_name!r}: expected one of {', '.join(names)}")
         self._settle()
-        for tier in self.tiers:
-            if tier_name in (None, tier.name):
-                tier.clear(ns).wait()
+        if tier_name in (None, self.host.name):
+            self._inflight.delete()
+        for port in self._ports:
+            if tier_name in (None, port.name):
+                port.patiently("clear", partial(_clear, port.tier, ns))
+
+    # ---- the whole
+
+    def flush(self) -> None:
+        """Wait for all puts and demotions so far, and make every tier as durable as it can be.
+
+        A tier that makes no progress for `StoreOptions.load_deadline` is not waited for any longer; that is counted.
+        """
+        self._settle()
+        for port in self._ports:
+            port.patiently("flush", port.tier.flush)
+
+    def _settle(self) -> None:
+        self._barrier()
+        self._placement.settle()
+
+    def _barrier(self) -> None:
+        done = threading.Event()
+        if self._puts.submit(done.set):
+            done.wait()
+
+    @property
+    def write_rule(self) -> str:
+        """When blocks go to lower tiers now: the configured rule, or `second_touch` while the budget is tight."""
+        return self._placement.rule
+
+    def speeds(self, direction: Literal["read", "write"] = "read") -> dict[str, TierSpeed]:
+        """How fast each tier was read or written by loads or demotions lately, and what is queued there."""
+        return {port.name: (port.reads if direction == "read" else port.writes).snapshot() for port in self._ports}
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Counters and gauges by tier name, and the write-back queue's."""
+        """Counters and gauges by tier name, and under `store`: leases, pins, waiting_bytes and sessions."""
         by_tier = {tier.name: tier.stats() for tier in self.tiers}
-        return by_tier | {"writeback": {"waiting_bytes": self._writeback.waiting_bytes}}
+        for port in self._ports:
+            by_tier[port.name]["written_bytes"] = int(self.metrics.value("written_bytes_total", tier=port.name))
+        own = {
+            "leases": self._leases.count,
+            "pins": self._pins.count,
+            "waiting_bytes": self._placement.waiting_bytes,
+            "sessions": len(self._book),
+        }
+        return by_tier | {"store": own}
 
     def close(self) -> None:
-        """Drain puts and write-backs, then close all tiers. Idempotent."""
-        self._puts.shutdown()
-        self._loads.shutdown()
-        self._writeback.close()
-        for tier in self.tiers:
-            tier.close()
+        """Take nothing more, finish what is under way, close all tiers. Idempotent.
 
-    @staticmethod
-    def _submit(pool: ThreadPoolExecutor, otherwise: _T, work: Callable[..., _T], *arguments: object) -> "Future[_T]":
-        try:
-            return pool.submit(work, *arguments)
-        except RuntimeError:
-            # The store was closed under its user: a miss, or a drop.
-            closed: Future[_T] = Future()
-            closed.set_result(otherwise)
-            return closed
+        A tier that hangs is not waited for longer than `StoreOptions.load_deadline`, and is left as it is.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        patience = self.options.load_deadline
+        self._puts.close(patience)
+        self._deadlines.close()
+        hung = {port.name for port in self._placement.close(patience)}
+        hung |= {port.name for port in self._ports if not port.close(patience)}
+        # The host last: what hangs may still touch it.
+        for port in reversed(self._ports):
+            if port.name in hung:
+                self.metrics.errors.labels(port.name, "close").inc()
+                _log.error("tier %s hangs and is left open", port.name)
+            else:
+                port.patiently("close", port.tier.close)
 
-    def _degrade(self, tier: Tier, operation: str, call: Callable[[], _T], otherwise: _T) -> _T:
-        try:
-            return call()
-        except KVTierError as error:
-            self.metrics.errors.labels(tier.name, operation).inc()
-            _log.warning("%s on tier %s failed and counts as a miss: %s", operation, tier.name, error)
-            return otherwise
+    def _exact(self, *, lossy: bool | None) -> bool:
+        return not (self.options.accept_lossy if lossy is None else lossy)
+
+    def _tick(self) -> None:
+        self._deadlines.after(_TICK_SECONDS, self._tick)
+        for session, keys in self._turns.due():
+            self.prefetch(keys, f"{OWN_WORK}session.{session}")
+
+
+def _clear(tier: Tier, ns: int | None) -> None:
+    tier.clear(ns).wait()
+
+
+def _check_parts(keys: Sequence[bytes], parts: int) -> None:
+    if parts < 1 or len(keys) % parts:
+        raise FormatMismatch(f"{len(keys)} keys in blocks of {parts} parts: expected whole blocks")

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from kvtier import LLM, SamplingParams
 from kvtier.engine import RequestOutput
+from kvtier.errors import RequestError
+from kvtier.hints import RequestHints
 
 pytestmark = pytest.mark.model
 
@@ -17,7 +20,8 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 def build(model: Path, nvme: Path | None = None, **engine: Any) -> LLM:
-    tiering: dict[str, Any] = {"host": {"capacity": "256MiB"}}
+    # What is found must be loaded, however busy the machine: the gate is measured elsewhere.
+    tiering: dict[str, Any] = {"host": {"capacity": "256MiB"}, "recompute_gate": False}
     if nvme is not None:
         tiering["nvme"] = {"path": str(nvme), "capacity": "256MiB", "min_free": "0"}
     return LLM(model, tiering=tiering, config={"model": {"dtype": "float32"}}, num_blocks=64, **engine)
@@ -118,6 +122,40 @@ def test_equal_prompts_at_once_load_together(llm: LLM, prompts: list[str], refer
     assert llm.store is not None
     stats = llm.store.stats()
     assert all(stats[tier][what] == 0 for tier in ("host", "nvme") for what in ("leases", "reservations"))
+
+
+def test_hints_change_no_output(llm: LLM, prompts: list[str], reference: list[list[int]]) -> None:
+    hints = [RequestHints(priority=4.0, session="a"), None, RequestHints(session="b", end_of_session=True)]
+    assert tokens(llm.generate(prompts, GREEDY, hints=hints)) == reference
+    llm.clear_device_cache()
+    assert tokens(llm.generate(prompts, GREEDY, hints=RequestHints(reuse="none", ttl=0.0))) == reference
+    with pytest.raises(RequestError, match="2 hints for 3 prompts"):
+        llm.generate(prompts, GREEDY, hints=hints[:2])
+
+
+def test_lossy_kv_on_nvme_is_for_those_who_accept_it(default_model: Path, tmp_path: Path) -> None:
+    tiering = {
+        "host": {"capacity": "256MiB"},
+        "nvme": {"path": str(tmp_path / "nvme"), "capacity": "256MiB", "min_free": "0", "format": "int8"},
+        "accept_lossy": True,
+    }
+    with LLM(default_model, tiering=tiering, config={"model": {"dtype": "float32"}}, num_blocks=64) as llm:
+        prompt = TEXT[:400]
+        exact = llm.generate(prompt, GREEDY).token_ids
+        for params, loads in ((replace(GREEDY, accept_lossy=False), False), (GREEDY, True)):
+            llm.flush()
+            llm.clear_device_cache()
+            llm.clear_tier("host")
+            output = llm.generate(prompt, params)
+            reusable = (output.prompt_tokens - 1) // 16 * 16
+            assert output.metrics.loaded_tokens == (reusable if loads else 0)
+            assert loads or output.token_ids == exact
+        # int8 takes a little more than a quarter of float32.
+        assert 0.25 < llm.loaded_bytes()["nvme"] / (reusable // 16 * block_bytes(llm)) < 0.3
+        assert llm.generate(prompt, GREEDY).metrics.cached_tokens == reusable
+        strict = llm.generate(prompt, replace(GREEDY, accept_lossy=False))
+        assert (strict.metrics.cached_tokens, strict.metrics.loaded_tokens) == (0, 0)
+        assert strict.token_ids == exact
 
 
 def test_flipped_bytes_on_nvme_cost_a_recompute(

@@ -100,6 +100,12 @@ class ModelConfig:
         """What changes KV values without changing shapes; goes into `keys.Namespace.numerics`."""
         return f"rms_eps={self.rms_eps!r};rope_theta={self.rope_theta!r};rope_scaling={self.rope_scaling!r}"
 
+    @property
+    def block_params(self) -> int:
+        """Weights that every token passes through: all layers' matrices, without embedding and head."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
     def layer_groups(self, dtype: str) -> tuple[LayerGroup, ...]:
         """Layer groups of the KV cache, for KV stored as `dtype` (a key of `layout.DTYPE_BYTES`)."""
         layers = tuple(range(self.layers))

@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.connector import TierScheduler
 from kvtier.cpu import HostTier, StagingRegion
+from kvtier.hints import RequestHints
 from kvtier.hooks import Completed, Match, Pending, Step, StepSpan, TransferPlan, TransferResults
 from kvtier.keys import Chain, Namespace, store_keys
 from kvtier.store import TieredStore
@@ -21,6 +22,8 @@ NAMESPACE = Namespace("model", b"layout")
 class Request:
     id: str
     tokens: list[int]
+    lossy: bool | None = None
+    hints: RequestHints | None = None
     chain: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +94,7 @@ def load_plan(half: TierScheduler) -> TransferPlan:
 
 def stored(store: TieredStore, request: Request) -> int:
     store.flush()
-    return len(store.match(store_keys(request.chain, NAMESPACE.mask())).tiers)
+    return len(store.match(store_keys(request.chain, NAMESPACE.mask()), lossy=True).tiers)
 
 
 FIRST = Request("first", list(range(13)))
@@ -125,6 +128,20 @@ def test_a_match_that_the_device_covers_is_given_up(half: TierScheduler, store: 
     half.match(SECOND, 0)
     until(lambda: half.match(SECOND, 12) == Match(0))
     assert store.stats()["host"]["leases"] == 0
+
+
+def test_only_what_the_device_lacks_is_leased(half: TierScheduler, store: TieredStore) -> None:
+    save(half, FIRST, [5, 6, 7, 8])
+    assert stored(store, FIRST) == 3
+    assert answer(half, SECOND, 8) == Match(4)
+    assert store.stats()["host"]["leases"] == 1
+    # By the next step the device has lost a block: what was leased does not fit any more.
+    assert answer(half, SECOND, 4) == Match(8)
+    assert store.stats()["host"]["leases"] == 2
+    half.allocated(SECOND, [20, 21, 22, 23], 8)
+    plan = load_plan(half)
+    assert [copy.block_id for copy in next(iter(plan.loads.values()))] == [21, 22]
+    assert finish(half, plan).loaded == {"second": (12, True)}
 
 
 @pytest.mark.parametrize("good", [None, 1, 0])
@@ -184,6 +201,29 @@ def test_preempted_while_copying_and_asked_again(half: TierScheduler, store: Tie
     half.finished("second", "abort")
 
 
+@pytest.mark.parametrize("order", [("load", "save"), ("save", "load"), ("both",)])
+def test_abort_with_load_and_save_pending_frees_once(
+    half: TierScheduler, store: TieredStore, order: tuple[str, ...]
+) -> None:
+    save(half, FIRST, [5, 6, 7, 8])
+    stored(store, FIRST)
+    half.completed(TransferResults())
+    longer = Request("longer", [*range(12), *range(50, 60)])
+    # Its first life saves what it computed beyond the stored prefix, and is preempted while that goes on.
+    saving = step(half, StepSpan(longer, tuple(range(10, 16)), 0, 22, exact=True), written=range(10, 16))
+    assert len(saving.saves) == 1
+    assert half.finished("longer", "preempt") is False
+    assert answer(half, longer) == Match(12)
+    half.allocated(longer, list(range(20, 26)), 12)
+    loading = load_plan(half)
+    assert half.finished("longer", "abort") is True
+    assert half.finished("longer", "abort") is True
+    jobs = {"load": tuple(loading.loads), "save": tuple(saving.saves), "both": (*loading.loads, *saving.saves)}
+    released = [half.completed(TransferResults(finished=jobs[which])).released for which in order]
+    assert [ids for ids in released if ids] == [("longer",)]
+    assert half.finished("longer", "abort") is False
+
+
 def test_unknown_ids_are_tolerated(half: TierScheduler) -> None:
     assert half.finished("nobody", "abort") is False
     half.allocated(Request("nobody", [1]), [], 0)
@@ -220,18 +260,40 @@ def test_what_staging_never_took_is_counted(half: TierScheduler, store: TieredSt
     finish(half, plan)
 
 
-def test_lossy_kv_is_stored_as_such_and_not_offered(half: TierScheduler, store: TieredStore) -> None:
+def test_lossy_kv_is_stored_as_such_and_offered_to_those_who_want_it(half: TierScheduler, store: TieredStore) -> None:
     save(half, FIRST, [5, 6, 7, 8], exact=False)
     assert stored(store, FIRST) == 3
     assert answer(half, SECOND) == Match(0)
+    willing = Request("willing", SECOND.tokens, lossy=True)
+    assert answer(half, willing) == Match(12, exact=False)
+    half.allocated(willing, [20, 21, 22, 23], 12)
+    assert finish(half, load_plan(half)).loaded == {"willing": (12, False)}
+
+
+def test_exact_blocks_are_sent_over_lossy_ones(half: TierScheduler, store: TieredStore) -> None:
+    save(half, FIRST, [5, 6, 7, 8], exact=False)
+    assert stored(store, FIRST) == 3
+    half.finished("first", "stop")
+    half.completed(TransferResults())
+    assert len(next(iter(save(half, SECOND, [1, 2, 3, 4], exact=True).saves.values()))) == 3
+    store.flush()
+    half.completed(TransferResults())
+    third = Request("third", SECOND.tokens)
+    assert answer(half, third) == Match(12, exact=True)
+    half.finished("third", "abort")
+    # Neither the exact ones again, nor lossy ones over them.
+    for number, exact in enumerate((True, False)):
+        again = Request(f"again {number}", SECOND.tokens)
+        assert save(half, again, [1, 2, 3, 4], exact=exact).saves == {}
 
 
 def test_a_dead_store_is_a_miss(half: TierScheduler, store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
     save(half, FIRST, [5, 6, 7, 8])
     stored(store, FIRST)
 
-    def broken(*_: object) -> None:
+    def broken(*_: object) -> Iterator[None]:
         raise MemoryError("injected")
+        yield
 
     monkeypatch.setattr(store, "_acquire", broken)
     assert answer(half, SECOND) == Match(0)

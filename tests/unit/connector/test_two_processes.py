@@ -14,6 +14,7 @@ import pytest
 
 from kvtier.connector import TierScheduler
 from kvtier.cpu import HostTier, StagingRegion, send_regions
+from kvtier.hints import RequestHints
 from kvtier.hooks import Completed, Match, Pending, Step, StepSpan, TransferPlan, TransferResults
 from kvtier.keys import Chain, Namespace
 from kvtier.store import TieredStore
@@ -25,6 +26,8 @@ BLOCK_SIZE, BLOCK_BYTES, BLOCKS = 4, 8192, 16
 class Request:
     id: str
     tokens: list[int]
+    lossy: bool | None = None
+    hints: RequestHints | None = None
 
     @property
     def chain(self) -> list[bytes]:

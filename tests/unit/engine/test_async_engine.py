@@ -6,6 +6,7 @@ from tiny_model import TinyModel, tiny_model
 
 from kvtier.engine import AsyncEngine, Engine, EngineOptions, RequestOutput, SamplingParams
 from kvtier.errors import KVTierError, RequestError
+from kvtier.hints import RequestHints
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -51,6 +52,25 @@ def test_many_callers_get_what_the_engine_alone_says(engine: Engine, served: Asy
         await at_rest(engine)
 
     asyncio.run(scenario())
+
+
+def test_hints_reach_the_engine(engine: Engine, served: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    hints, add, seen = RequestHints(priority=3.0), engine.add, []
+
+    def listen(*arguments: object) -> None:
+        seen.append(arguments[3])
+        add(*arguments)
+
+    monkeypatch.setattr(engine, "add", listen)
+
+    async def scenario() -> None:
+        assert [output async for output in served.generate([1, 2], GREEDY, hints)]
+        with pytest.raises(RequestError, match="expected RequestHints"):
+            assert [output async for output in served.generate([1, 2], GREEDY, "soon")]
+        await at_rest(engine)
+
+    asyncio.run(scenario())
+    assert seen == [hints, "soon"]
 
 
 def test_a_consumer_that_goes_away_aborts_its_request(engine: Engine, served: AsyncEngine) -> None:

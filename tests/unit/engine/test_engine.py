@@ -11,7 +11,12 @@ from tiny_model import EOS, TinyModel, tiny_model
 from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams
 from kvtier.engine.models import LoadedModel
 from kvtier.engine.models.base import DenseAttention
+from kvtier.engine.plan import StepPlan
+from kvtier.engine.request import Request
+from kvtier.engine.runner import Runner
 from kvtier.errors import CapacityError, ConfigError, RequestError
+from kvtier.gpu import BlockCopy, DevicePool
+from kvtier.hints import RequestHints
 from kvtier.hooks import Completed, Match, Step, TransferPlan, TransferResults
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -188,7 +193,7 @@ class Recorder:
         self.results.append(results)
         return Completed()
 
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
+    def observe_prefill(self, tokens: int, seconds: float, attended: int = 0) -> None:
         self.prefills.append(tokens)
 
     def finished(self, request_id: str, reason: str) -> bool:
@@ -232,6 +237,47 @@ def test_the_hook_sees_every_layer_and_the_pool(loaded: LoadedModel, recorder: R
     assert [sorted(plan.saves) for plan in recorder.begun] == [[], [0], [], [1]]
     assert recorder.prefills == [9]
     assert recorder.finishes == [("r", "length")]
+
+
+def test_blocks_are_copied_behind_fences_and_before_loads(loaded: LoadedModel) -> None:
+    layout = loaded.model.layout(4)
+    pool = DevicePool(layout, 4, loaded.model.device)
+    rows = pool.as_bytes()
+    rows[1] = 7
+
+    class Worker(Recorder):
+        def begin(self, plan: TransferPlan) -> None:
+            super().begin(plan)
+            if plan.fences:
+                assert not rows[2].any()  # a save still reads what the copy will write
+            if plan.loads:
+                rows[1] = 9  # the block was given up, and a load has it now
+
+    worker = Worker()
+    runner = Runner(loaded.model, pool, worker)
+    transfers = TransferPlan(loads={5: ()}, fences=frozenset({3}))
+    runner.begin(StepPlan(Step(0, (), frozenset()), (), (), (BlockCopy(1, 2),), transfers))
+    assert rows[2].eq(7).all()
+    assert rows[1].eq(9).all()
+    assert [(set(plan.fences), set(plan.loads)) for plan in worker.begun] == [({3}, set()), (set(), {5})]
+
+
+def test_hints_and_the_opt_in_reach_the_hook(loaded: LoadedModel) -> None:
+    seen: list[tuple[object, object]] = []
+
+    class Hook(Recorder):
+        def match(self, request: Request, device_tokens: int) -> Match:
+            seen.append((request.hints, request.lossy))
+            return Match(0)
+
+    hook = Hook()
+    engine = Engine(loaded, EngineOptions(block_size=4, num_blocks=16), (hook, hook))
+    hints = RequestHints(priority=2.0, session="s")
+    engine.add("r", PROMPTS[2], SamplingParams(max_tokens=1, accept_lossy=True), hints)
+    finish(engine)
+    assert seen == [(hints, True)]
+    with pytest.raises(RequestError, match="expected RequestHints"):
+        engine.add("bad", PROMPTS[2], None, {"priority": 2})  # type: ignore[arg-type]
 
 
 def test_a_failed_step_saves_nothing_and_the_engine_goes_on(

@@ -26,6 +26,7 @@ from kvtier.errors import ConfigError, RequestError
         ("stop", ("",)),
         ("stop", (3,)),
         ("stop_token_ids", (-1,)),
+        ("accept_lossy", "yes"),
     ],
 )
 def test_out_of_range_is_refused_by_name(field: str, value: object) -> None:

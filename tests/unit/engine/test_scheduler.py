@@ -15,13 +15,14 @@ def world(blocks: int = 16, *, running: int = 4, budget: int = 16, hook: bool = 
     return World(num_blocks=blocks, max_running=running, token_budget=budget, fate=Fate() if hook else None)
 
 
-def stored_world(prompt: list[int], **sizes: int) -> World:
-    """A world in whose store, and nowhere else, the full blocks of `prompt` lie."""
+def stored_world(*prompts: list[int], **sizes: int) -> World:
+    """A world in whose store, and nowhere else, the full blocks of `prompts` lie, which share nothing."""
     made = world(hook=True, **sizes)
-    made.add("first", prompt, 1)
-    made.drain()
-    made.pool.forget()
-    assert len(made.connector.store) == len(prompt) // 4
+    for number, prompt in enumerate(prompts):
+        made.add(f"first {number}", prompt, 1)
+        made.drain()
+        made.pool.forget()
+    assert len(made.connector.store) == sum(len(prompt) // 4 for prompt in prompts)
     return made
 
 
@@ -167,15 +168,64 @@ def test_lossy_kv_taints_all_that_follows_but_nobody_else() -> None:
 
 
 def test_parked_loads_and_a_head_that_does_not_fit_make_progress() -> None:
-    prompt = list(range(13))
-    made = stored_world(prompt, blocks=8)
-    for name in ("x", "y"):
+    prompts = {"x": list(range(13)), "y": list(range(20, 33))}
+    made = stored_world(*prompts.values(), blocks=8)
+    for name, prompt in prompts.items():
         load(made, name, prompt)
     made.add("big", list(range(50, 78)), 2)
     made.connector.fate = Fate()
     made.drain(limit=60)
-    assert set(made.outputs) == {"first", "x", "y", "big"}
+    assert set(made.outputs) == {"first 0", "first 1", "x", "y", "big"}
     made.check_outputs()
+
+
+def test_equal_prompts_admitted_together_are_computed_once() -> None:
+    made = world(budget=8)
+    prompt = list(range(21))
+    first, second = (made.add(name, prompt, 3) for name in ("a", "b"))
+    plan = made.step()
+    assert [span.request.id for span in plan.step.spans] == ["a"]
+    made.drain()
+    assert (first.metrics.computed_tokens, second.metrics.computed_tokens) == (21, 1)
+    assert second.metrics.cached_tokens == 20
+    made.check_outputs()
+
+
+def test_who_waits_for_blocks_of_another_goes_on_alone_when_that_one_is_gone() -> None:
+    made = world(budget=8)
+    prompt = list(range(21))
+    made.add("a", prompt, 3)
+    second = made.add("b", prompt, 3)
+    made.step()
+    made.abort("a")
+    made.drain()
+    assert (second.metrics.cached_tokens, second.metrics.computed_tokens) == (8, 13)
+    made.check_outputs()
+
+
+def test_equal_prompts_share_one_load() -> None:
+    prompt = list(range(13))
+    made = stored_world(prompt)
+    first = load(made, "x", prompt)
+    second = made.add("y", prompt, 2)
+    made.step()
+    assert second.state is State.WAITING
+    made.connector.fate = Fate()
+    made.drain()
+    assert (first.metrics.loaded_tokens, second.metrics.loaded_tokens) == (12, 0)
+    assert second.metrics.cached_tokens == 12
+    made.check_outputs()
+
+
+def test_nobody_waits_for_blocks_that_may_turn_out_lossy() -> None:
+    made = world(budget=8)
+    prompt = list(range(21))
+    lossy = SamplingParams(max_tokens=3, accept_lossy=True)
+    made.scheduler.add(Request("lossy", prompt, lossy, 0, block_size=4, limit=64))
+    made.scheduler.add(Request("strict", prompt, SamplingParams(max_tokens=3), 0, block_size=4, limit=64))
+    made.budget = made.scheduler._token_budget = 32
+    plan = made.scheduler.schedule()
+    assert [span.request.id for span in plan.step.spans] == ["lossy", "strict"]
 
 
 @pytest.mark.parametrize("state", list(State)[:3])

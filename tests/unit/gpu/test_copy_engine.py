@@ -1,5 +1,6 @@
 """CopyEngine: bytes, order, failures, closing."""
 
+import contextlib
 import threading
 import warnings
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 
 from kvtier.errors import FormatMismatch, LeaseError, TierTimeout
-from kvtier.gpu import CopyEngine, Direction
-from kvtier.gpu.copies import _tensor_over
+from kvtier.gpu import BlockMove, CopyEngine, Direction
+from kvtier.gpu.copies import _BOUNCE_BLOCKS, _Bounce, _StreamMover, _tensor_over
 
 BLOCKS, BYTES = 8, 4096
 
@@ -42,7 +43,7 @@ class Gate:
     def _wait(self, moves, after):
         self.entered.set()
         assert self._open.wait(30)
-        self._move(moves, after)
+        return self._move(moves, after)
 
     def open(self):
         self._open.set()
@@ -158,6 +159,112 @@ def test_host_memory_as_a_tensor_is_the_same_memory_even_if_read_only():
         assert torch.equal(_tensor_over(memoryview(bytes(data))), torch.arange(256, dtype=torch.uint8))
     _tensor_over(memoryview(data))[3] = 200
     assert data[3] == 200
+
+
+# ---- encoded blocks
+
+
+def _unpack(source, target):
+    """A format of four bytes, each a quarter of the block; a zero is none."""
+    values = np.frombuffer(source, np.uint8)
+    if not values.all():
+        raise FormatMismatch("zero")
+    np.frombuffer(target, np.uint8)[:] = np.repeat(values, len(target) // 4)
+
+
+def _packed(*values):
+    return memoryview(bytes(values))
+
+
+def _unpacked(*values):
+    return torch.tensor(values, dtype=torch.uint8).repeat_interleave(BYTES // 4)
+
+
+def test_encoded_blocks_are_decoded_on_their_way_in(pool, engine):
+    before = pool.clone()
+    moves = [BlockMove(2, _packed(1, 2, 3, 4), _unpack), (5, _memory(9)), BlockMove(0, _packed(5, 6, 7, 8), _unpack)]
+    ticket = engine.submit(moves, Direction.TO_DEVICE)
+    assert ticket.wait(30) == 3
+    assert ticket.seconds > 0
+    assert torch.equal(pool[2], _unpacked(1, 2, 3, 4))
+    assert torch.equal(pool[0], _unpacked(5, 6, 7, 8))
+    assert pool[5].eq(9).all()
+    assert torch.equal(pool[1], before[1])
+
+
+def test_one_that_cannot_be_decoded_ends_the_batch_there(pool, engine):
+    before = pool.clone()
+    moves = [BlockMove(at, _packed(1, 1, 1, at != 2), _unpack) for at in range(4)]
+    assert engine.submit(moves, Direction.TO_DEVICE).wait(30) == 2
+    assert torch.equal(pool[2:], before[2:])
+    assert engine.submit([(0, _memory(3))], Direction.TO_DEVICE).wait(30) == 1
+
+
+def test_nothing_is_encoded_on_its_way_out(engine):
+    assert engine.submit([BlockMove(0, _memory(), _unpack)], Direction.TO_HOST).wait(30) == 0
+
+
+def test_a_bounce_block_is_used_again_only_after_its_copy():
+    """Copies of a simulated stream happen when they are waited for."""
+    rows, queue = torch.zeros(3 * _BOUNCE_BLOCKS, BYTES, dtype=torch.uint8), []
+
+    def arrive():
+        while queue:
+            row, host = queue.pop(0)
+            rows[row] = host
+
+    bounce = _Bounce(BYTES, arrive, pinned=False)
+    for row in range(len(rows)):
+        assert bounce.decoded(_unpack, _packed(row, 0, 1, 1)) is None
+        queue.append((row, bounce.decoded(_unpack, _packed(row + 1, 1, 2, 3))))
+    arrive()
+    for row in range(len(rows)):
+        assert torch.equal(rows[row], _unpacked(row + 1, 1, 2, 3))
+
+
+class Stream:
+    """As much of a CUDA stream as a lane needs: remembers events, runs everything at once."""
+
+    def __init__(self, device=None, blocking=True):
+        self.waits = []
+
+    def wait_event(self, event):
+        self.waits.append(event)
+
+    def record(self, stream): ...
+
+    def synchronize(self): ...
+
+
+def test_the_stream_lane_decodes_copies_and_stops_where_it_must(pool, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    mover = _StreamMover(pool, Direction.TO_DEVICE)
+    mover._bounce = _Bounce(BYTES, mover._arrive, pinned=False)
+    moves = [BlockMove(at % BLOCKS, _packed(at + 1, 1, 1, 1), _unpack) for at in range(2 * _BOUNCE_BLOCKS + 1)]
+    event = object()
+    assert mover.move(moves, event) == len(moves)
+    assert mover._stream.waits == [event]
+    assert torch.equal(pool[0], _unpacked(2 * _BOUNCE_BLOCKS + 1, 1, 1, 1))
+    assert torch.equal(pool[3], _unpacked(_BOUNCE_BLOCKS + 4, 1, 1, 1))
+    moves = [BlockMove(0, _memory(7)), BlockMove(1, _packed(0, 0, 0, 0), _unpack), BlockMove(2, _memory(8))]
+    before = pool.clone()
+    assert mover.move(moves, None) == 1
+    assert pool[0].eq(7).all()
+    assert torch.equal(pool[1:], before[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_encoded_blocks_are_decoded_through_pinned_memory_on_cuda():
+    device_pool = torch.zeros(4 * _BOUNCE_BLOCKS, BYTES, dtype=torch.uint8, device="cuda")
+    engine = CopyEngine(device_pool)
+    moves = [BlockMove(at, _packed(at + 1, 1, 2, 3), _unpack) for at in range(len(device_pool))]
+    assert engine.submit(moves, Direction.TO_DEVICE).wait(30) == len(moves)
+    for at in range(len(device_pool)):
+        assert torch.equal(device_pool[at].cpu(), _unpacked(at + 1, 1, 2, 3))
+    engine.close()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,66 @@
+"""A circuit breaker: a tier that does not answer in time is left alone for a while."""
+
+import threading
+from collections.abc import Callable
+
+__all__ = ["Breaker"]
+
+_LONGEST_PAUSE = 16
+
+
+class Breaker:
+    """Closed, until `threshold` failures in a row open it; then one trial per pause until one succeeds.
+
+    Args:
+        threshold: failures in a row that open it; infinity: nothing does.
+        pause: seconds until the first trial; doubled at every failed one, up to sixteen times as long.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, threshold: float, pause: float, clock: Callable[[], float]) -> None:
+        self._threshold = threshold
+        self._first_pause = pause
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._pause = pause
+        self._next_trial = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the tier is being left alone, trials excepted."""
+        return self._failures >= self._threshold
+
+    @property
+    def due(self) -> bool:
+        """Whether it is closed, or a trial is due: worth an index probe, which is no trial itself."""
+        return not self.is_open or self._clock() >= self._next_trial
+
+    def allows(self) -> bool:
+        """Whether to use the tier now. While open, one call per pause is told yes: the trial."""
+        if not self.is_open:
+            return True
+        with self._lock:
+            now = self._clock()
+            if now < self._next_trial:
+                return False
+            self._next_trial = now + self._pause
+            return True
+
+    def failed(self) -> bool:
+        """The tier did not answer in time. Returns whether that opened the breaker."""
+        with self._lock:
+            was_open = self.is_open
+            self._failures += 1
+            if was_open:
+                self._pause = min(2 * self._pause, _LONGEST_PAUSE * self._first_pause)
+            if self.is_open:
+                self._next_trial = self._clock() + self._pause
+            return self.is_open and not was_open
+
+    def succeeded(self) -> None:
+        """The tier moved bytes in time."""
+        if self._failures:
+            with self._lock:
+                self._failures = 0
+                self._pause = self._first_pause

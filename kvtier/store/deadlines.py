@@ -1,0 +1,68 @@
+"""Deadlines: every operation ends, whether its tiers answer or not."""
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Protocol, TypeVar
+
+from kvtier.store.lanes import Alarm, Lane, Operation, Steps
+from kvtier.store.port import Port
+
+__all__ = ["Deadlines"]
+
+_T = TypeVar("_T")
+
+
+class _Expiring(Protocol):
+    def expire(self) -> None: ...
+
+
+class Deadlines:
+    """Starts operations and ends those that are late. Thread-safe.
+
+    Args:
+        ports: whose tiers are blamed.
+        seconds: deadline of operations that were given none.
+    """
+
+    def __init__(self, ports: Sequence[Port], seconds: float) -> None:
+        self._port_of = {lane: port for port in ports for lane in (port.lookups, port.loads)}
+        self._seconds = seconds
+        self._alarm = Alarm()
+
+    def absolute(self, deadline: float | None) -> float:
+        """The deadline, or the default one from now, in `time.monotonic()` seconds."""
+        return time.monotonic() + self._seconds if deadline is None else deadline
+
+    def run(self, name: str, steps: Steps[_T], otherwise: Callable[[], _T], deadline: float) -> "Future[_T]":
+        """Start an operation; at its deadline its result is `otherwise()`."""
+        operation = Operation(steps, otherwise, partial(self.blame, name, deadline))
+        future = operation.start()
+        self.watch(operation, deadline)
+        return future
+
+    def blame(self, name: str, deadline: float, lane: Lane) -> None:
+        """An operation was late while it was in this lane, or waited for it."""
+        self._port_of[lane].timed_out(name, deadline)
+
+    def watch(self, work: _Expiring, deadline: float) -> None:
+        """Have something expire at its deadline, if it is still there then."""
+        # Not the work itself: what is done early must not live until its deadline.
+        later = weakref.ref(work)
+
+        def expire() -> None:
+            late = later()
+            if late is not None:
+                late.expire()
+
+        self._alarm.at(deadline, expire)
+
+    def after(self, seconds: float, call: Callable[[], object]) -> None:
+        """Call after so many seconds; not at all once closed."""
+        self._alarm.at(time.monotonic() + seconds, call)
+
+    def close(self) -> None:
+        """Nothing expires any more. Idempotent."""
+        self._alarm.close()

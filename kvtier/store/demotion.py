@@ -1,0 +1,343 @@
+"""The way down: copies host blocks to one lower tier, in the background.
+
+The queue is bounded in bytes. What does not fit is a dropped demotion, counted by reason: a slow or full tier
+never holds up whoever puts blocks, and never pins more than the bound of the host tier. What was dropped is owed:
+it is tried again when it is next used.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvtier.errors import FormatMismatch
+from kvtier.hints import Hint
+from kvtier.store.inflight import InFlight
+from kvtier.store.lookup import present
+from kvtier.store.port import Port
+from kvtier.store.recoding import Recoder, Target
+from kvtier.tiers import OWN_WORK, AddressableTier, BlockRef, Full, Handle, Reservation, Status
+
+__all__ = ["Demoter"]
+
+_OWNER = OWN_WORK + "demote"
+_OWED = 1 << 16
+_log = logging.getLogger(__name__)
+
+
+class _Block(NamedTuple):
+    """A leased host record on its way, and how it is to be stored."""
+
+    source: Handle
+    target: Target
+    hint: Hint
+
+
+class Demoter:
+    """One thread that copies from `host` to one lower tier.
+
+    Args:
+        host: where the blocks are read in place, under a lease.
+        gate: host's port.
+        port: of the lower tier.
+        recoder: formats.
+        bound: bytes of host blocks that may wait here.
+        patience: seconds that the tier has for one batch.
+    """
+
+    def __init__(
+        self, host: AddressableTier, gate: Port, port: Port, recoder: Recoder, *, bound: int, patience: float
+    ) -> None:
+        self.port = port
+        self._host = host
+        self._gate = gate
+        self._recoder = recoder
+        self._bound = bound
+        self._patience = patience
+        self._inflight = InFlight()
+        self._queue: deque[list[tuple[Handle, Hint]]] = deque()
+        self._queued: set[bytes] = set()
+        self._owed: OrderedDict[bytes, None] = OrderedDict()
+        self._bytes = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"kvtier-demote-{port.name}", daemon=True)
+        self._thread.start()
+
+    # ---- the queue
+
+    def submit(self, keys: Sequence[bytes], hints: Sequence[Hint]) -> None:
+        """Queue those of `keys` that host holds, parents first; returns at once."""
+        with self._changed:
+            fresh = [at for at, key in enumerate(keys) if key not in self._queued]
+        leased: list[tuple[Handle, Hint]] = []
+        for at in _runs(fresh):
+            wanted = [keys[place] for place in at]
+            handles = self._gate.acquire(wanted, _OWNER)
+            leased += zip(handles, (hints[place] for place in at), strict=False)
+            self._drop("evicted_before_write", wanted[len(handles) :])
+        self.enqueue(leased)
+
+    def enqueue(self, leased: Sequence[tuple[Handle, Hint]]) -> int:
+        """Queue leased records, parents first, and take over their leases; how many leading ones were taken."""
+        taken = 0
+        with self._changed:
+            for handle, _ in () if self._closed else leased:
+                if self._bytes and self._bytes + handle.nbytes > self._bound:
+                    break
+                self._bytes += handle.nbytes
+                taken += 1
+            if taken:
+                self._queue.append(list(leased[:taken]))
+                for handle, _ in leased[:taken]:
+                    self._queued.add(handle.ref.key)
+                    self._owed.pop(handle.ref.key, None)
+                self.port.writes.started(sum(handle.nbytes for handle, _ in leased[:taken]))
+                self._changed.notify_all()
+        rest = [handle for handle, _ in leased[taken:]]
+        self._gate.release(rest)
+        self._drop("queue_full", [handle.ref.key for handle in rest])
+        return taken
+
+    def lacking(self, refs: Sequence[BlockRef]) -> list[int]:
+        """Positions of the blocks that the tier does not hold as well as it could, as far as its index tells."""
+        exact = [self._recoder.exact_in(self.port.tier, ref) for ref in refs]
+        lacking: list[int] = []
+        for wanted in {*exact}:
+            asked = [at for at, one in enumerate(exact) if one is wanted]
+            found = self.port.present([refs[at].key for at in asked], exact=wanted)
+            lacking += [at for at, here in zip(asked, found, strict=True) if not here]
+        return sorted(lacking)
+
+    @property
+    def owes_any(self) -> bool:
+        """Whether anything was dropped and never tried again."""
+        return bool(self._owed)
+
+    def owes(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Which of these were dropped before and never tried again."""
+        if not self._owed:
+            return []
+        with self._changed:
+            return [key for key in keys if key in self._owed]
+
+    def _drop(self, reason: str, keys: Sequence[bytes]) -> None:
+        if not keys:
+            return
+        self.port.drop(reason, len(keys))
+        with self._changed:
+            self._owed.update(dict.fromkeys(keys))
+            while len(self._owed) > _OWED:
+                self._owed.popitem(last=False)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes queued or being written."""
+        return self._bytes
+
+    def drain(self) -> bool:
+        """Wait until everything queued so far is written or dropped; False: the tier makes no progress."""
+        with self._changed:
+            while self._bytes:
+                if not self._changed.wait(self._patience):
+                    return False
+        return True
+
+    def forget(self, keys: Iterable[bytes] | None = None) -> None:
+        """What of these keys (None: of all) is on its way was deleted: it does not arrive, or goes again at once."""
+        with self._changed:
+            gone = self._queued if keys is None else self._queued.intersection(keys)
+            kept: deque[list[tuple[Handle, Hint]]] = deque()
+            dead: list[Handle] = []
+            for batch in self._queue:
+                dead += [handle for handle, _ in batch if handle.ref.key in gone]
+                alive = [block for block in batch if block[0].ref.key not in gone]
+                if alive:
+                    kept.append(alive)
+            self._queue = kept
+            self._ended(dead)
+            for key in list(self._owed) if keys is None else keys:
+                self._owed.pop(key, None)
+            self._inflight.delete(keys)
+        self._gate.release(dead)
+
+    def _ended(self, handles: Sequence[Handle]) -> None:
+        """With the lock held: these do not wait any more."""
+        nbytes = sum(handle.nbytes for handle in handles)
+        self._bytes -= nbytes
+        self._queued.difference_update([handle.ref.key for handle in handles])
+        self.port.writes.ended(nbytes)
+        self._changed.notify_all()
+
+    def close(self) -> bool:
+        """Write what is queued, then end the thread; False: the tier hangs. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.drain()
+        self._thread.join(self._patience)
+        return not self._thread.is_alive()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    return
+                batch = self._queue.popleft()
+                claimed = self._inflight.claim([handle.ref for handle, _ in batch]).mine
+            mine = [block for block, own in zip(batch, claimed, strict=True) if own]
+            handles = [handle for handle, _ in batch]
+            written = False
+            try:
+                written = self.port.attempt("demote", lambda: self._write(mine), False)  # noqa: B023
+            except Exception:  # noqa: BLE001  the thread's top level: one bad batch must not end it
+                _log.exception("demotion of %d blocks to %s died", len(mine), self.port.name)
+            if not written:
+                self._drop("tier_error", [handle.ref.key for handle, _ in mine])
+            deleted = self._inflight.finish([handle.ref for handle, _ in mine])
+            if deleted:
+                self.port.remove(deleted)
+            self._gate.release(handles)
+            with self._changed:
+                self._ended(handles)
+
+    def _write(self, batch: Sequence[tuple[Handle, Hint]]) -> bool:
+        blocks = [_Block(handle, self._recoder.down(self.port.tier, handle), hint) for handle, hint in batch]
+        for block in blocks:
+            if block.target.fallback is not None:
+                self.port.fell_back(block.target.fallback)
+        blocks = self._lacking(blocks)
+        while blocks:
+            count = self._fitting(blocks)
+            self._write_chunk(blocks[:count])
+            blocks = blocks[count:]
+        return True
+
+    def _lacking(self, blocks: list[_Block]) -> list[_Block]:
+        """Without those that the tier holds already, as far as they have to be encoded before their size is known."""
+        for exact in (True, False):
+            asked = [block for block in blocks if block.target.variable and block.target.ref.exact is exact]
+            if asked:
+                keys = [block.source.ref.key for block in asked]
+                found = present(self.port.tier, keys, self._patience, exact=exact)
+                held = {id(block) for block, here in zip(asked, found, strict=True) if here}
+                blocks = [block for block in blocks if id(block) not in held]
+        return blocks
+
+    def _fitting(self, blocks: Sequence[_Block]) -> int:
+        """How many leading blocks go at a time: as many as staging holds encoded."""
+        total = 0
+        for at, block in enumerate(blocks):
+            total += self._staged(block)
+            if at and total > self.port.staging.limit:
+                return at
+        return len(blocks)
+
+    def _staged(self, block: _Block) -> int:
+        return 0 if block.target.codec is None else self._padded(block.target.nbytes)
+
+    def _padded(self, nbytes: int) -> int:
+        align = self.port.tier.caps.align
+        return -(-nbytes // align) * align
+
+    def _write_chunk(self, blocks: Sequence[_Block]) -> None:
+        with self.port.staging.take(sum(map(self._staged, blocks))) as staging:
+            scratch = _Scratch(staging, self.port.tier.caps.align)
+            early = {at: self._encode(block, scratch) for at, block in enumerate(blocks) if block.target.variable}
+            slots = self.port.tier.reserve(
+                [block.target.ref for block in blocks],
+                [early[at].nbytes if at in early else block.target.nbytes for at, block in enumerate(blocks)],
+                [block.target.fmt for block in blocks],
+                _OWNER,
+                [block.hint for block in blocks],
+            )
+            try:
+                full = [b.source.ref.key for b, slot in zip(blocks, slots, strict=True) if isinstance(slot, Full)]
+                self._drop("refused", full)
+                self._store(self._filled(blocks, slots, early, scratch))
+            finally:
+                # What was committed is no reservation any more; the rest is given back, whatever happened.
+                self.port.tier.abort([slot for slot in slots if isinstance(slot, Handle)])
+
+    def _filled(
+        self,
+        blocks: Sequence[_Block],
+        slots: Sequence[Reservation],
+        early: Mapping[int, memoryview],
+        scratch: "_Scratch",
+    ) -> list[tuple[Handle, memoryview]]:
+        """Encode what has room now; what cannot be encoded takes its descendants with it."""
+        pairs: list[tuple[Handle, memoryview]] = []
+        bad: set[bytes | None] = set()
+        for at, (block, slot) in enumerate(zip(blocks, slots, strict=True)):
+            if not isinstance(slot, Handle):
+                continue
+            data = early.get(at)
+            if block.source.ref.parent not in bad and data is None:
+                data = self._encodable(block, scratch)
+            if data is None or block.source.ref.parent in bad:
+                bad.add(block.source.ref.key)
+            else:
+                pairs.append((slot, data))
+        self._drop("unencodable", [key for key in bad if key is not None])
+        return pairs
+
+    def _store(self, pairs: Sequence[tuple[Handle, memoryview]]) -> None:
+        """Write and commit. The tier is waited for however long it takes: until then the bytes are its to read."""
+        if not pairs:
+            return
+        start = time.perf_counter()
+        statuses = self.port.tier.write(pairs, time.monotonic() + self._patience).wait().statuses
+        good = [slot for (slot, _), status in zip(pairs, statuses, strict=True) if status is Status.OK]
+        self.port.tier.commit(good)
+        self.port.writes.observe(sum(slot.nbytes for slot in good), time.perf_counter() - start)
+        self._drop(
+            "not_written",
+            [s.ref.key for (s, _), status in zip(pairs, statuses, strict=True) if status is not Status.OK],
+        )
+
+    def _encodable(self, block: _Block, scratch: "_Scratch") -> memoryview | None:
+        try:
+            return self._encode(block, scratch)
+        except FormatMismatch as error:
+            _log.warning("block %s is not demoted to %s: %s", block.source.ref.key.hex(), self.port.name, error)
+            return None
+
+    def _encode(self, block: _Block, scratch: "_Scratch") -> memoryview:
+        """The block's bytes as the tier is to hold them: host's own where they are copied as they are."""
+        data, target = self._host.buffer(block.source), block.target
+        if target.codec is None:
+            return data
+        raw = self._recoder.to_raw(block.source, data, target.group)
+        out = scratch.take(target.nbytes)
+        return out[: target.codec.encode(raw, self._recoder.layout(target.ref.ns), out, target.group)]
+
+
+class _Scratch:
+    """Carves aligned pieces off one staging buffer, in order."""
+
+    def __init__(self, memory: memoryview, align: int) -> None:
+        self._memory = memory
+        self._align = align
+        self._at = 0
+
+    def take(self, nbytes: int) -> memoryview:
+        start = self._at
+        self._at += -(-nbytes // self._align) * self._align
+        return self._memory[start : start + nbytes]
+
+
+def _runs(places: Sequence[int]) -> list[list[int]]:
+    """Split ascending positions where they are not consecutive."""
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and runs[-1][-1] == place - 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs

@@ -1,0 +1,199 @@
+"""Looking up, leasing, pinning, and letting go: who holds what, in which tiers."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from kvtier.metrics import Metrics
+from kvtier.store.lanes import Steps
+from kvtier.store.lease import Lease
+from kvtier.store.lookup import leading_run
+from kvtier.store.port import Port
+from kvtier.tiers import Handle, Owner, Tier
+
+__all__ = ["Leases", "Pins"]
+
+
+class Leases:
+    """Every lease of a store, by owner. Thread-safe.
+
+    Args:
+        ports: fastest first.
+    """
+
+    def __init__(self, ports: Sequence[Port]) -> None:
+        self._ports = tuple(ports)
+        self._order = tuple(port.name for port in ports)
+        self._lock = threading.Lock()
+        self._held: dict[Owner, set[Lease]] = {}
+
+    # ---- looking up
+
+    def match(self, keys: Sequence[bytes], parts: int, *, exact: bool) -> list[str]:
+        """Tier of each block of the leading run; see `TieredStore.match`."""
+        blocks, found = len(keys) // parts, 0
+        names: list[str] = []
+        idle = 0
+        while found < blocks and idle < len(self._ports):
+            for port in self._ports:
+                run = self._run(port, keys[found * parts :], parts, exact=exact)
+                names += [port.name] * run
+                found += run
+                # Its own run has just ended: only another tier can go on.
+                idle = 1 if run else idle + 1
+                if found == blocks or idle == len(self._ports):
+                    break
+            if idle == len(self._ports) and found < blocks and parts > 1:
+                spread = self._spread(keys[found * parts : (found + 1) * parts], exact=exact)
+                if spread is not None:
+                    names.append(spread)
+                    found, idle = found + 1, 0
+        return names
+
+    @staticmethod
+    def _run(port: Port, keys: Sequence[bytes], parts: int, *, exact: bool) -> int:
+        def held(blocks: Sequence[int]) -> list[bool]:
+            probed = [keys[block * parts + part] for block in blocks for part in range(parts)]
+            here = port.present(probed, exact=exact)
+            return [all(here[at : at + parts]) for at in range(0, len(here), parts)]
+
+        return leading_run(len(keys) // parts, held)
+
+    def _spread(self, keys: Sequence[bytes], *, exact: bool) -> str | None:
+        """The slowest tier that is needed for one block whose parts lie in several; None: a part is nowhere."""
+        missing, slowest = list(keys), None
+        for port in self._ports:
+            here = port.present(missing, exact=exact)
+            if any(here):
+                slowest = port.name
+            missing = [key for key, found in zip(missing, here, strict=True) if not found]
+            if not missing:
+                return slowest
+        return None
+
+    # ---- leasing
+
+    def new(self, owner: Owner, parts: int, *, exact: bool) -> Lease:
+        """An empty lease of an owner."""
+        lease = Lease(owner, parts, exact=exact, order=self._order)
+        with self._lock:
+            self._held.setdefault(owner, set()).add(lease)
+        return lease
+
+    def steps(self, lease: Lease, keys: Sequence[bytes], deadline: float | None) -> Steps[Lease]:
+        """Lease the leading run of `keys`, each part in the fastest tier that has it."""
+        ports = [port for port in self._ports if port.usable()]
+        idle = 0
+        while idle < len(ports):
+            for port in ports:
+                rest = keys[len(lease.blocks) :]
+                if not rest or idle == len(ports):
+                    return self.complete(lease)
+                yield port.lookups
+                handles = port.acquire(rest, lease.owner, deadline, exact=lease.exact)
+                if not lease.extend(port.tier, handles):
+                    port.release(handles)
+                    return lease
+                idle = 1 if handles else idle + 1
+        return self.complete(lease)
+
+    def complete(self, lease: Lease) -> Lease:
+        """Let the lease grow no more, and give back an incomplete last block, in the threads of its tiers."""
+        rest = lease.close()
+        for port in self._ports if rest else ():
+            handles = [handle for tier, handle in rest if tier is port.tier]
+            if not port.lookups.submit(partial(port.release, handles)):
+                port.release(handles)
+        if not lease.blocks:
+            self._forget(lease)
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. Idempotent."""
+        self._forget(lease)
+        self._give_back(lease.end())
+
+    def _forget(self, lease: Lease) -> None:
+        with self._lock:
+            held = self._held.get(lease.owner)
+            if held is not None:
+                held.discard(lease)
+                if not held:
+                    del self._held[lease.owner]
+
+    def release_owner(self, owner: Owner) -> None:
+        """End every lease of an owner; one that is still being acquired ends up empty."""
+        with self._lock:
+            leases = self._held.pop(owner, set())
+        for lease in leases:
+            self._give_back(lease.end())
+
+    def _give_back(self, blocks: Sequence[tuple[Tier, Handle]]) -> None:
+        for port in self._ports if blocks else ():
+            port.release([handle for tier, handle in blocks if tier is port.tier])
+
+    @property
+    def count(self) -> int:
+        """Leases that were not ended."""
+        with self._lock:
+            return sum(map(len, self._held.values()))
+
+
+class Pins:
+    """Blocks that owners keep in host. A pin gives out no bytes, so that it may expire. Thread-safe.
+
+    Args:
+        gate: host's port.
+        metrics, clock: the store's.
+    """
+
+    def __init__(self, gate: Port, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._gate = gate
+        self._metrics = metrics
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pins: dict[Owner, list[tuple[float | None, list[Handle]]]] = {}
+
+    def add(self, keys: Sequence[bytes], owner: Owner, parts: int, ttl: float | None) -> int:
+        """Pin the leading run in host; returns its blocks."""
+        self.expire()
+        handles = list(self._gate.acquire(keys, owner))
+        whole = len(handles) // parts * parts
+        self._gate.release(handles[whole:])
+        if whole:
+            until = None if ttl is None else self._clock() + ttl
+            with self._lock:
+                self._pins.setdefault(owner, []).append((until, handles[:whole]))
+        return whole // parts
+
+    def remove(self, owner: Owner) -> None:
+        """End all pins of an owner."""
+        with self._lock:
+            ended = self._pins.pop(owner, [])
+        self._release(ended)
+
+    def expire(self) -> None:
+        """End the pins whose time is over."""
+        now = self._clock()
+        ended: list[tuple[float | None, list[Handle]]] = []
+        with self._lock:
+            for owner, pins in list(self._pins.items()):
+                over = [pin for pin in pins if pin[0] is not None and pin[0] <= now]
+                if over:
+                    ended += over
+                    self._pins[owner] = [pin for pin in pins if pin not in over]
+                    if not self._pins[owner]:
+                        del self._pins[owner]
+        self._release(ended)
+        if ended:
+            self._metrics.expired_pins.inc(len(ended))
+
+    def _release(self, pins: Iterable[tuple[float | None, list[Handle]]]) -> None:
+        for _, handles in pins:
+            self._gate.release(handles)
+
+    @property
+    def count(self) -> int:
+        """Records pinned, each as often as it is."""
+        with self._lock:
+            return sum(len(handles) for pins in self._pins.values() for _, handles in pins)

@@ -1,0 +1,58 @@
+"""How a store behaves, as data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
+
+from kvtier.errors import ConfigError
+from kvtier.policies.prefetch import NoPrefetch, PrefetchPolicy
+
+__all__ = ["StoreOptions", "WriteRule"]
+
+WriteRule: TypeAlias = Literal["through", "leave", "second_touch"]
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Options of a `TieredStore`.
+
+    Args:
+        accept_lossy: requests that do not say take lossy blocks.
+        formats: tier name -> format id for every namespace whose registration names none; raw where absent.
+        writeback_bytes: how much of host may wait to be written to each lower tier.
+        staging_bytes: memory per tier for blocks that are decoded or encoded on their way, at least one block.
+        write_rule: blocks go to lower tiers at once, when they are about to leave host, or at their second touch.
+        write_budget: bytes per day that may be written to lower tiers; above it, second touch only. None: no limit.
+        load_deadline: seconds after which a load that was given no deadline is a miss; close and flush wait as long
+            for a tier that makes no progress.
+        prefetch: what is brought to host before it is asked for.
+        breaker_timeouts: consecutive timeouts after which a tier is skipped.
+        breaker_pause: seconds until a skipped tier is tried again, doubled at every failure up to sixteen times.
+    """
+
+    accept_lossy: bool = False
+    formats: Mapping[str, str] = field(default_factory=dict)
+    writeback_bytes: int = 1 << 28
+    staging_bytes: int = 1 << 26
+    write_rule: WriteRule = "through"
+    write_budget: int | None = None
+    load_deadline: float = 10.0
+    prefetch: PrefetchPolicy = field(default_factory=NoPrefetch)
+    breaker_timeouts: int = 3
+    breaker_pause: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.write_rule not in get_args(WriteRule):
+            raise ConfigError(f"write_rule {self.write_rule!r}: expected one of {', '.join(get_args(WriteRule))}")
+        positive = {
+            "writeback_bytes": self.writeback_bytes,
+            "staging_bytes": self.staging_bytes,
+            "load_deadline": self.load_deadline,
+            "breaker_timeouts": self.breaker_timeouts,
+            "breaker_pause": self.breaker_pause,
+        }
+        if self.write_budget is not None:
+            positive["write_budget"] = self.write_budget
+        bad = next((name for name, value in positive.items() if not value > 0), None)
+        if bad is not None:
+            raise ConfigError(f"{bad} = {positive[bad]}: expected more than 0")

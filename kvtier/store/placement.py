@@ -1,0 +1,237 @@
+"""Placement: which blocks go to the lower tiers, and when.
+
+through        at once
+leave          when they are among the coldest tenth of a host tier that is nine tenths full
+second_touch   when they are put or found a second time
+
+A write budget admits by second touch while the day's bytes run ahead of the day, whatever the rule.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvtier.hints import NO_HINT, Hint
+from kvtier.metrics import Metrics
+from kvtier.policies.admission import AdmissionPolicy, AlwaysAdmit, BudgetedAdmission, SecondTouch
+from kvtier.store.demotion import Demoter
+from kvtier.store.gateway import GatewayTier
+from kvtier.store.lanes import Lane
+from kvtier.store.options import StoreOptions, WriteRule
+from kvtier.store.port import Port
+from kvtier.tiers import OWN_WORK, BlockRef, Handle
+
+__all__ = ["Placed", "Placement"]
+
+_OWNER = OWN_WORK + "leave"
+_HIGH_WATER = 0.9
+# Keys that second touch remembers: 16 bytes and a dictionary entry each.
+_REMEMBERED = 1 << 18
+
+
+class Placed(NamedTuple):
+    """A block in host that was put or found: candidate for the lower tiers."""
+
+    ref: BlockRef
+    nbytes: int
+    hint: Hint = NO_HINT
+
+
+class Placement:
+    """Decides for every lower tier. Its calls come from the store's threads and return soon.
+
+    Args:
+        host, gate: the host tier and its port.
+        demoters: one per lower tier.
+        options, metrics, clock: the store's.
+    """
+
+    def __init__(
+        self,
+        host: GatewayTier,
+        gate: Port,
+        demoters: Sequence[Demoter],
+        options: StoreOptions,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._host = host
+        self._gate = gate
+        self._demoters = tuple(demoters)
+        self._rule: WriteRule = options.write_rule
+        self._budget = None if options.write_budget is None else BudgetedAdmission(options.write_budget, clock)
+        self._admission: AdmissionPolicy = self._budget or AlwaysAdmit()
+        if self._rule == "second_touch":
+            self._admission = SecondTouch(_REMEMBERED)
+        # Where lossy blocks are accepted, one below is as good as an exact one that leaves.
+        self._exact = not options.accept_lossy
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._lane = Lane("kvtier-leave", 1)
+        self._looking = False
+        self._gone: list[bytes] = []
+        self._announce()
+
+    @property
+    def rule(self) -> WriteRule:
+        """What is in force now: the configured rule, or second touch while the budget is tight."""
+        return "second_touch" if self._budget is not None and self._budget.tight else self._rule
+
+    def _announce(self) -> None:
+        for rule in ("through", "leave", "second_touch"):
+            self._metrics.write_rule.labels(rule).set(rule == self.rule)
+
+    # ---- touches
+
+    def stored(self, blocks: Sequence[Placed]) -> None:
+        """Blocks were put and are in host now."""
+        if self._demoters and self.rule != "leave":
+            self._touch(blocks)
+        if self._budget is not None:
+            self._announce()
+
+    def used(self, blocks: Sequence[Placed]) -> None:
+        """Blocks were found in host."""
+        if self.rule == "second_touch":
+            self._touch(blocks)
+            return
+        for demoter in self._demoters:
+            owed = set(demoter.owes([block.ref.key for block in blocks]))
+            self._submit(demoter, [block for block in blocks if block.ref.key in owed])
+
+    @property
+    def watches_use(self) -> bool:
+        """Whether `used` has anything to do."""
+        return self.rule == "second_touch" or any(demoter.owes_any for demoter in self._demoters)
+
+    def _touch(self, blocks: Sequence[Placed]) -> None:
+        lacking = [demoter.lacking([block.ref for block in blocks]) for demoter in self._demoters]
+        asked = sorted({at for places in lacking for at in places})
+        admitted = self._admitted([blocks[at] for at in asked])
+        for demoter, places in zip(self._demoters, lacking, strict=True):
+            taken = [blocks[at] for at in places if blocks[at].ref.key in admitted]
+            demoter.port.drop("not_admitted", len(places) - len(taken))
+            self._submit(demoter, taken)
+
+    def _admitted(self, blocks: Sequence[Placed]) -> set[bytes]:
+        """Keys that may be written; what is refused takes its descendants with it."""
+        if not blocks:
+            return set()
+        with self._lock:
+            verdicts = self._admission.admit(
+                [block.ref.key for block in blocks],
+                [block.nbytes for block in blocks],
+                [block.hint for block in blocks],
+            )
+        refused: set[bytes | None] = set()
+        for block, verdict in zip(blocks, verdicts, strict=True):
+            if not verdict or block.ref.parent in refused:
+                refused.add(block.ref.key)
+        return {block.ref.key for block in blocks} - refused
+
+    @staticmethod
+    def _submit(demoter: Demoter, blocks: Sequence[Placed]) -> None:
+        if blocks:
+            demoter.submit([block.ref.key for block in blocks], [block.hint for block in blocks])
+
+    # ---- leaving
+
+    def leaving(self, sizes: Sequence[int]) -> list[bytes]:
+        """Before records of these sizes are reserved: what will have to go for them, as far as that can be told."""
+        if not self._demoters or self.rule != "leave" or not self._nearly_full(sum(sizes)):
+            return []
+        return self._coldest(len(sizes))
+
+    def arrived(self, leaving: Sequence[bytes]) -> None:
+        """Records came into host; `leaving`: what `leaving` said before."""
+        if self._demoters and self.rule == "leave":
+            self._look(leaving)
+
+    def _nearly_full(self, incoming: int = 0) -> bool:
+        stats = self._gate.attempt("stats", self._host.stats, None)
+        return stats is not None and stats["bytes"] + incoming >= _HIGH_WATER * stats["capacity_bytes"]
+
+    def _coldest(self, count: int) -> list[bytes]:
+        return self._gate.attempt("coldest", lambda: self._host.coldest(count), [])
+
+    def _look(self, leaving: Sequence[bytes]) -> None:
+        """Have the coldest blocks written in the background; one look at a time, however many puts ask for it."""
+        with self._lock:
+            self._gone += leaving
+            if self._looking:
+                return
+            self._looking = True
+        if not self._lane.submit(self._leave):
+            self._looking = False
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._looking = False
+            gone, self._gone = self._gone, []
+        self._count_lost(gone)
+        if self._nearly_full():
+            blocks = self._gate.attempt("stats", self._host.stats, {"blocks": 0})["blocks"]
+            cold = self._coldest(int(blocks * (1 - _HIGH_WATER)) + 1)
+            for demoter in self._demoters:
+                self._demote(demoter, cold)
+
+    def _count_lost(self, gone: Sequence[bytes]) -> None:
+        """What left host and is in no lower tier either was too late."""
+        for demoter in self._demoters if gone else ():
+            here = self._gate.present(gone, exact=False)
+            left = [key for key, still in zip(gone, here, strict=True) if not still]
+            below = demoter.port.present(left, exact=False) if left else []
+            demoter.port.drop("evicted_before_write", below.count(False))
+
+    def _demote(self, demoter: Demoter, cold: Sequence[bytes]) -> None:
+        here = demoter.port.present(cold, exact=self._exact)
+        seen: set[bytes] = {key for key, below in zip(cold, here, strict=True) if below}
+        for key in cold:
+            chain = self._chain(demoter, key, seen)
+            admitted = self._admitted([Placed(handle.ref, handle.nbytes) for handle in chain])
+            taken = [handle for handle in chain if handle.ref.key in admitted]
+            self._gate.release([handle for handle in chain if handle.ref.key not in admitted])
+            demoter.port.drop("not_admitted", len(chain) - len(taken))
+            if demoter.enqueue([(handle, NO_HINT) for handle in taken]) < len(taken):
+                return
+
+    def _chain(self, demoter: Demoter, key: bytes | None, seen: set[bytes]) -> list[Handle]:
+        """Lease a block and those of its ancestors that the lower tier lacks, oldest ancestor first."""
+        chain: list[Handle] = []
+        while key is not None and key not in seen:
+            seen.add(key)
+            handles = self._gate.acquire([key], _OWNER)
+            if not handles:
+                break
+            chain.append(handles[0])
+            key = handles[0].ref.parent
+            if key is not None and demoter.port.present([key], exact=self._exact)[0]:
+                break
+        chain.reverse()
+        return chain
+
+    # ---- the whole
+
+    def settle(self) -> None:
+        """Wait until everything that was decided so far is written or dropped."""
+        done = threading.Event()
+        if self._lane.submit(done.set):
+            done.wait()
+        for demoter in self._demoters:
+            if not demoter.drain():
+                self._metrics.timeouts.labels(demoter.port.name, "drain").inc()
+
+    def forget(self, keys: Sequence[bytes] | None = None) -> None:
+        """These keys (None: all) were deleted."""
+        for demoter in self._demoters:
+            demoter.forget(keys)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of host, waiting for lower tiers."""
+        return sum(demoter.waiting_bytes for demoter in self._demoters)
+
+    def close(self, timeout: float) -> list[Port]:
+        """Write what waits; returns the ports of tiers that hang. Idempotent."""
+        self._lane.close(timeout)
+        return [demoter.port for demoter in self._demoters if not demoter.close()]

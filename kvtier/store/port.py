@@ -1,0 +1,166 @@
+"""A tier as the store uses it: in its own threads, with a breaker, a speed meter and counters; failures are misses."""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvtier.cost import SpeedMeter
+from kvtier.errors import KVTierError, TierTimeout
+from kvtier.metrics import Metrics
+from kvtier.store.breaker import Breaker
+from kvtier.store.lanes import Lane
+from kvtier.store.lookup import present
+from kvtier.store.options import StoreOptions
+from kvtier.store.staging import Staging
+from kvtier.tiers import Handle, Owner, Status, Tier, expired
+
+__all__ = ["Port"]
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# Loads of one tier at a time. More only queue inside the tier.
+_LOAD_THREADS = 4
+_LOOKUP_THREADS = 2
+_PROBE_SECONDS = 0.05
+_QUIET_SECONDS = 10.0
+
+
+class Port:
+    """One tier of a store. Thread-safe.
+
+    Args:
+        tier: what it guards.
+        options, metrics, clock: the store's.
+        memory: host memory: what it leases it has read and verified; it does not hang, and nothing works without it.
+    """
+
+    def __init__(
+        self, tier: Tier, options: StoreOptions, metrics: Metrics, clock: Callable[[], float], *, memory: bool = False
+    ) -> None:
+        self.tier = tier
+        self.name = tier.name
+        # Look-ups have threads of their own: a disk that hangs does not keep anybody from learning what is there.
+        self.lookups = Lane(f"kvtier-lookup-{tier.name}", _LOOKUP_THREADS)
+        self.loads = Lane(f"kvtier-load-{tier.name}", _LOAD_THREADS)
+        self.breaker = Breaker(math.inf if memory else options.breaker_timeouts, options.breaker_pause, clock)
+        self.reads = SpeedMeter()
+        self.writes = SpeedMeter()
+        self.staging = Staging(options.staging_bytes)
+        self._memory = memory
+        self._missed: deque[float] = deque(maxlen=64)
+        self._quiet_until: dict[str, float] = {}
+        self._metrics = metrics
+        self._patience = options.load_deadline
+
+    def usable(self) -> bool:
+        """Whether a request may look here now; a refusal is counted."""
+        allowed = self.breaker.allows()
+        if not allowed:
+            self._metrics.skipped.labels(self.name).inc()
+        return allowed
+
+    def present(self, keys: Sequence[bytes], *, exact: bool) -> list[bool]:
+        """Which keys are here: an index probe in the caller's thread; a tier that is being left alone has none."""
+        if not self.breaker.due:
+            return [False] * len(keys)
+        return self.attempt("match", lambda: present(self.tier, keys, _PROBE_SECONDS, exact=exact), [False] * len(keys))
+
+    def acquire(
+        self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None, *, exact: bool = False
+    ) -> tuple[Handle, ...]:
+        """Lease the leading run; see `Tier.acquire`."""
+        if expired(deadline):
+            return ()
+        start = time.perf_counter()
+        done = self.attempt("acquire", lambda: self.tier.acquire(keys, owner, deadline, exact=exact).wait(), None)
+        if done is None:
+            return ()
+        if self._memory:
+            self.reads.observe(sum(handle.nbytes for handle in done.handles), time.perf_counter() - start)
+        if Status.TIMEOUT in done.statuses:
+            self.timed_out("acquire", deadline)
+        return done.handles
+
+    def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None) -> tuple[Status, ...]:
+        """Copy leased records; waits for the tier, however long that takes: the buffers are its until then."""
+        if expired(deadline):
+            return (Status.TIMEOUT,) * len(items)
+        start = time.perf_counter()
+        statuses = self.tier.read(items, deadline).wait().statuses
+        if Status.TIMEOUT in statuses:
+            self.timed_out("read", deadline)
+        if Status.OK in statuses:
+            arrived = zip(items, statuses, strict=True)
+            nbytes = sum(handle.nbytes for (handle, _), status in arrived if status is Status.OK)
+            self.reads.observe(nbytes, time.perf_counter() - start)
+            if Status.TIMEOUT not in statuses:
+                self.breaker.succeeded()
+        return statuses
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """End leases; a tier that failed meanwhile has ended them already."""
+        if handles:
+            self.attempt("release", lambda: self.tier.release(handles), None)
+
+    def remove(self, keys: Sequence[bytes]) -> list[bool]:
+        """Drop records; which of them were there."""
+        done = self.attempt("remove", lambda: self.tier.remove(keys).wait(self._patience), None)
+        return [False] * len(keys) if done is None else [status is Status.OK for status in done.statuses]
+
+    def timed_out(self, operation: str, deadline: float | None = None) -> None:
+        """An operation on this tier missed its deadline; whoever notices it first says so."""
+        if deadline is not None:
+            if deadline in self._missed:
+                return
+            self._missed.append(deadline)
+        self._metrics.timeouts.labels(self.name, operation).inc()
+        if self.breaker.failed():
+            self._metrics.breaker_trips.labels(self.name).inc()
+            _log.warning("tier %s did not answer in time and is skipped for a while", self.name)
+
+    def fell_back(self, what: str) -> None:
+        """Count a slower or larger way that was taken."""
+        self._metrics.fallbacks.labels(self.name, what).inc()
+
+    def close(self, timeout: float) -> bool:
+        """End its threads; False: the tier hangs. Idempotent."""
+        return self.lookups.close(timeout) and self.loads.close(timeout)
+
+    def patiently(self, operation: str, call: Callable[[], object]) -> None:
+        """Make a rare call that may hang, in a thread of its own, and wait for it as long as for any load."""
+        thread = threading.Thread(
+            target=lambda: self.attempt(operation, call, None), name=f"kvtier-{operation}-{self.name}", daemon=True
+        )
+        thread.start()
+        thread.join(self._patience)
+        if thread.is_alive():
+            self.timed_out(operation)
+
+    def attempt(self, operation: str, call: Callable[[], _T], otherwise: _T) -> _T:
+        """The call's result, or `otherwise` if the tier fails, which is counted."""
+        try:
+            return call()
+        except TierTimeout:
+            self.timed_out(operation)
+        except KVTierError as error:
+            self._metrics.errors.labels(self.name, operation).inc()
+            _log.log(self._loudness(operation), "%s on tier %s failed: %s", operation, self.name, error)
+        return otherwise
+
+    def _loudness(self, operation: str) -> int:
+        """A tier that keeps failing is worth a warning now and then; the counter has them all."""
+        now = time.monotonic()
+        if now < self._quiet_until.get(operation, 0.0):
+            return logging.DEBUG
+        self._quiet_until[operation] = now + _QUIET_SECONDS
+        return logging.WARNING
+
+    def drop(self, reason: str, count: int) -> None:
+        """Count blocks that this tier did not take."""
+        if count:
+            self._metrics.dropped_blocks.labels(self.name, reason).inc(count)

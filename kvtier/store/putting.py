@@ -1,0 +1,179 @@
+"""Putting: raw blocks into host, encoded as host keeps them, all parts of a block or none."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier.errors import FormatMismatch
+from kvtier.hints import NO_HINT, Hint
+from kvtier.keys import namespace_digest
+from kvtier.metrics import Metrics
+from kvtier.store.gateway import GatewayTier
+from kvtier.store.inflight import InFlight
+from kvtier.store.placement import Placed, Placement
+from kvtier.store.port import Port
+from kvtier.store.recoding import Recoder, Target
+from kvtier.store.results import PutResult
+from kvtier.tiers import OWN_WORK, BlockRef, Full, Handle, Reservation, Status
+
+__all__ = ["Item", "Putter"]
+
+_OWNER = OWN_WORK + "put"
+
+
+class Item(NamedTuple):
+    """One part of one block to be put: its bytes are raw."""
+
+    ref: BlockRef
+    data: memoryview
+    target: Target
+    hint: Hint
+
+
+class Putter:
+    """Stores blocks in host and hands them to whoever places them below.
+
+    Args:
+        host, gate: the host tier and its port.
+        inflight: what is being written into host.
+        recoder, placement, metrics: the store's.
+    """
+
+    def __init__(
+        self,
+        gate: Port,
+        host: GatewayTier,
+        inflight: InFlight,
+        recoder: Recoder,
+        placement: Placement,
+        metrics: Metrics,
+    ) -> None:
+        self._gate = gate
+        self._host = host
+        self._inflight = inflight
+        self._recoder = recoder
+        self._placement = placement
+        self._metrics = metrics
+
+    def items(self, raw: Sequence[tuple[BlockRef, memoryview]], hints: Sequence[Hint] | None, parts: int) -> list[Item]:
+        """Check a batch, before anything changes.
+
+        Raises:
+            FormatMismatch: a block has another size than its layout says, or the numbers do not fit.
+        """
+        if parts < 1 or len(raw) % parts or (hints is not None and len(hints) != len(raw)):
+            given = "none" if hints is None else len(hints)
+            raise FormatMismatch(
+                f"{len(raw)} items, {given} hints, {parts} parts per block: expected whole blocks and a hint per item"
+            )
+        for ns in {ref.ns for ref, _ in raw}:
+            _check_namespace(ns)
+        checked = []
+        for at, (ref, data) in enumerate(raw):
+            self._recoder.check(ref, data.nbytes, at % parts, parts)
+            target = self._recoder.of_raw(self._host, ref, data.nbytes, at % parts, parts)
+            checked.append(Item(ref, data, target, NO_HINT if hints is None else hints[at]))
+        return checked
+
+    def put(self, items: Sequence[Item], parts: int) -> PutResult:
+        """Store what is not there or on its way; runs in the thread of puts."""
+        refs = [item.target.ref for item in items]
+        mine = self._inflight.claim(refs).mine
+        claimed = [item for item, own in zip(items, mine, strict=True) if own]
+        leaving = self._placement.leaving([item.target.nbytes for item in claimed])
+        stored: set[bytes] = set()
+        bad = {item.ref.key for item in claimed}
+        try:
+            done = self._gate.attempt("put", lambda: self._store(claimed, parts), None)
+            if done is not None:
+                stored, bad = done
+        finally:
+            deleted = self._inflight.finish([item.target.ref for item in claimed])
+            if deleted:
+                self._gate.remove(deleted)
+        good = [Placed(item.ref, item.data.nbytes, item.hint) for item in items if item.ref.key not in bad]
+        self._placement.stored(good)
+        self._placement.arrived(leaving)
+        return self._counted(items, parts, stored, bad)
+
+    def _counted(self, items: Sequence[Item], parts: int, stored: set[bytes], bad: set[bytes]) -> PutResult:
+        outcomes = {"stored": 0, "joined": 0, "dropped": 0}
+        for at in range(0, len(items), parts):
+            keys = {item.ref.key for item in items[at : at + parts]}
+            outcome = "dropped" if keys & bad else "stored" if keys & stored else "joined"
+            outcomes[outcome] += 1
+            # One key twice in a batch is stored once.
+            stored -= keys
+        for outcome, count in outcomes.items():
+            self._metrics.put_blocks.labels(outcome).inc(count)
+        if outcomes["joined"]:
+            self._metrics.joined.labels("put").inc(outcomes["joined"])
+        return PutResult(**outcomes)
+
+    def _store(self, items: Sequence[Item], parts: int) -> tuple[set[bytes], set[bytes]]:
+        """Keys that were stored, and keys that were dropped."""
+        slots = self._host.reserve(
+            [item.target.ref for item in items],
+            [item.target.nbytes for item in items],
+            [item.target.fmt for item in items],
+            _OWNER,
+            [item.hint for item in items],
+        )
+        handles = [slot for slot in slots if isinstance(slot, Handle)]
+        try:
+            bad = {item.ref.key for item, slot in zip(items, slots, strict=True) if isinstance(slot, Full)}
+            _spread(items, parts, bad)
+            bad |= self._fill(items, slots, bad)
+            _spread(items, parts, bad)
+            good = [handle for handle in handles if handle.ref.key not in bad]
+            self._host.commit(good)
+        finally:
+            # What was committed is no reservation any more.
+            self._host.abort(handles)
+        return {handle.ref.key for handle in good}, bad
+
+    def _fill(self, items: Sequence[Item], slots: Sequence[Reservation], skip: set[bytes]) -> set[bytes]:
+        """Write or encode into the reservations; returns the keys that could not be."""
+        plain: list[tuple[Handle, memoryview]] = []
+        encoded: list[Handle] = []
+        bad: set[bytes] = set()
+        for item, slot in zip(items, slots, strict=True):
+            if not isinstance(slot, Handle) or item.ref.key in skip:
+                continue
+            if item.target.codec is None:
+                plain.append((slot, item.data))
+            elif self._encode(item, slot):
+                encoded.append(slot)
+            else:
+                bad.add(item.ref.key)
+        statuses = self._host.write(plain).wait().statuses if plain else ()
+        self._host.seal(encoded)
+        return bad | {
+            slot.ref.key for (slot, _), status in zip(plain, statuses, strict=True) if status is not Status.OK
+        }
+
+    def _encode(self, item: Item, slot: Handle) -> bool:
+        target = item.target
+        if target.codec is None:
+            return False
+        try:
+            out = self._host.buffer(slot)[: target.nbytes]
+            target.codec.encode(item.data, self._recoder.layout(item.ref.ns), out, target.group)
+        except FormatMismatch:
+            self._gate.drop("unencodable", 1)
+            return False
+        return True
+
+
+def _check_namespace(ns: int) -> None:
+    try:
+        namespace_digest(ns)
+    except IndexError:
+        raise FormatMismatch(f"namespace {ns}: expected an index that kvtier.keys.namespace_index gave out") from None
+
+
+def _spread(items: Sequence[Item], parts: int, bad: set[bytes]) -> None:
+    """Add what falls with the bad keys: the other parts of their blocks, and the descendants in the batch."""
+    for at in range(0, len(items) if bad else 0, parts):
+        block = items[at : at + parts]
+        if any(item.ref.key in bad or item.ref.parent in bad for item in block):
+            bad.update(item.ref.key for item in block)

@@ -1,0 +1,168 @@
+"""Blocks of several parts: two workers, each with pools of two layer groups, over one store."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from connector_world import Request, answer, until
+
+from kvtier.connector import ConnectorOptions, TierScheduler, TierWorker
+from kvtier.cpu import AttachedRegion, HostTier, StagingRegion
+from kvtier.errors import ConfigError, FormatMismatch
+from kvtier.hooks import Completed, Match, Step, StepSpan, TransferPlan
+from kvtier.keys import Namespace
+from kvtier.layout import GroupKind, LayerGroup, Layout
+from kvtier.store import TieredStore
+
+SHARDS, BLOCKS = 2, 16
+LAYOUT = Layout(
+    4,
+    (
+        LayerGroup(GroupKind.GQA, (0, 1), 2, 2, 8),
+        LayerGroup(GroupKind.GQA, (2,), 2, 2, 8, window=64),
+    ),
+    shards=SHARDS,
+)
+NAMESPACE = Namespace("model", LAYOUT.fingerprint)
+OPTIONS = ConnectorOptions(groups=2, shards=SHARDS)
+
+
+class World:
+    def __init__(self) -> None:
+        self.store = TieredStore(HostTier(1 << 20))
+        sizes = [LAYOUT.block_bytes(group) for group in range(2)]
+        self.staging = [StagingRegion(sizes[group], 6) for group in range(2) for _ in range(SHARDS)]
+        self.half = TierScheduler(self.store, NAMESPACE, LAYOUT.block_size, self.staging, OPTIONS)
+        self.pools = [[torch.zeros(BLOCKS, size, dtype=torch.uint8) for size in sizes] for _ in range(SHARDS)]
+        self.workers = [self._worker(shard) for shard in range(SHARDS)]
+
+    def _worker(self, shard: int) -> TierWorker:
+        # A worker maps its own staging regions only.
+        own = [region.regions()[0] for at, region in enumerate(self.staging) if at % SHARDS == shard]
+        shares = [*self.store.host.regions(), *own]
+        regions = {share.region: AttachedRegion(share.fd, share.nbytes, share.writable) for share in shares}
+        worker = TierWorker(regions, LAYOUT, shard)
+        worker.register_pool(*self.pools[shard])
+        return worker
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.store.close()
+        for region in self.staging:
+            region.close()
+
+    def run(self, plan: TransferPlan, shards: tuple[int, ...] = (0, 1)) -> Completed:
+        for shard in shards:
+            self.workers[shard].begin(plan)
+        done = Completed()
+        for shard in shards:
+            done = self.half.completed(self.workers[shard].end())
+        return done
+
+    def settle(self) -> dict[str, tuple[int, bool]]:
+        loaded: dict[str, tuple[int, bool]] = {}
+        deadline = time.monotonic() + 10
+        while self.half.busy:
+            assert time.monotonic() < deadline
+            loaded |= self.run(self.half.plan(Step(0, (), frozenset()))).loaded
+            time.sleep(0.001)
+        return loaded
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with contextlib.closing(World()) as world:
+        yield world
+
+
+def fill(world: World, block: int) -> None:
+    for shard, pools in enumerate(world.pools):
+        for group, pool in enumerate(pools):
+            pattern = np.random.default_rng([shard, group, block]).integers(0, 256, pool.shape[1], np.uint8)
+            pool[block] = torch.from_numpy(pattern)
+
+
+def test_every_shard_gets_its_own_parts_back(world: World) -> None:
+    first = Request("first", list(range(13)))
+    ids = (3, 4, 5, 6)
+    for block in ids:
+        fill(world, block)
+    world.run(world.half.plan(Step(0, (StepSpan(first, ids, 0, 13, exact=True),), frozenset(ids))))
+    world.settle()
+    world.half.finished("first", "stop")
+    assert world.store.stats()["host"]["blocks"] == 3 * 4
+
+    second = Request("second", [*range(12), 99])
+    assert answer(world.half, second, 4) == Match(8)
+    world.half.allocated(second, [3, 9, 10, 11], 8)
+    assert world.settle() == {"second": (12, True)}
+    for pools in world.pools:
+        for pool in pools:
+            assert torch.equal(pool[9:11], pool[4:6])
+            assert not torch.equal(pool[9], pool[10])
+    assert not torch.equal(world.pools[0][0][9], world.pools[1][0][9])
+    stats = world.store.stats()["host"]
+    assert stats["leases"] == stats["reservations"] == 0
+    assert all(region.free_slots == 6 for region in world.staging)
+
+
+def test_a_block_is_there_once_every_shard_has_saved_it(world: World) -> None:
+    first = Request("first", list(range(9)))
+    plan = world.half.plan(Step(0, (StepSpan(first, (1, 2, 3), 0, 9, exact=True),), frozenset({1, 2, 3})))
+    assert sorted({save.part for save in next(iter(plan.saves.values()))}) == [0, 1, 2, 3]
+    world.run(plan, (0,))
+    until(lambda: (world.half.completed(world.workers[0].end()), world.workers[0]._jobs == {})[-1])
+    world.store.flush()
+    assert world.store.stats()["host"]["blocks"] == 0
+    # The slower worker's device blocks may not be written over yet.
+    assert world.half.plan(Step(1, (), frozenset({2}))).fences == set(plan.saves)
+    world.run(plan, (1,))
+    world.settle()
+    assert world.store.stats()["host"]["blocks"] == 8
+
+
+def test_a_block_without_one_of_its_parts_is_a_miss(world: World) -> None:
+    first = Request("first", list(range(13)))
+    world.run(world.half.plan(Step(0, (StepSpan(first, (1, 2, 3, 4), 0, 13, exact=True),), frozenset({1, 2, 3, 4}))))
+    world.settle()
+    keys = world.half._parts.keys(first.chain)
+    world.store.host.remove([keys[1 * 4 + 2]]).wait()
+    assert answer(world.half, Request("second", [*range(12), 99])) == Match(4)
+    world.half.finished("second", "abort")
+
+
+def test_the_shard_with_the_fewest_good_copies_decides(world: World) -> None:
+    first = Request("first", list(range(13)))
+    world.run(world.half.plan(Step(0, (StepSpan(first, (1, 2, 3, 4), 0, 13, exact=True),), frozenset({1, 2, 3, 4}))))
+    world.settle()
+    second = Request("second", [*range(12), 99])
+    assert answer(world.half, second) == Match(12)
+    world.half.allocated(second, [7, 8, 99, 10], 12)  # block 99 is beyond the pools
+    assert world.settle() == {"second": (8, True)}
+
+
+def test_the_group_with_the_fewest_good_copies_decides(world: World) -> None:
+    first = Request("first", list(range(13)))
+    world.run(world.half.plan(Step(0, (StepSpan(first, (1, 2, 3, 4), 0, 13, exact=True),), frozenset({1, 2, 3, 4}))))
+    world.settle()
+    # One group of one shard has no block 14.
+    world.pools[1][1] = world.pools[1][1][:14].clone()
+    world.workers[1].close()
+    world.workers[1] = world._worker(1)
+    second = Request("second", [*range(12), 99])
+    assert answer(world.half, second) == Match(12)
+    world.half.allocated(second, [7, 14, 9, 10], 12)
+    assert world.settle() == {"second": (4, True)}
+
+
+def test_what_does_not_fit_together_is_refused(world: World) -> None:
+    with pytest.raises(ConfigError, match="1 staging regions: expected one for each of 4 parts"):
+        TierScheduler(world.store, NAMESPACE, 4, world.staging[0], OPTIONS)
+    with pytest.raises(FormatMismatch, match="shard 2"):
+        TierWorker({}, LAYOUT, 2)
+    with pytest.raises(FormatMismatch, match="1 device pools: expected one for each of 2"):
+        TierWorker({}, LAYOUT, 0).register_pool(world.pools[0][0])
