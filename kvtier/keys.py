@@ -32,6 +32,7 @@ KEY_SCHEME = "kvtier.sha256.1"
 STORE_KEY_BYTES = 16
 
 _MAX_TOKEN = 2**32 - 1
+_PACKED = np.dtype("<u4")
 
 
 def encode_extra(items: Sequence[tuple[str, bytes]]) -> bytes:
@@ -51,10 +52,12 @@ def encode_extra(items: Sequence[tuple[str, bytes]]) -> bytes:
 
 
 def _packed(tokens: Sequence[int] | NDArray[np.integer]) -> bytes:
+    if isinstance(tokens, np.ndarray) and tokens.dtype == _PACKED:
+        return tokens.tobytes()
     wide = np.asarray(tokens, dtype=np.int64)
     if wide.size and not (0 <= int(wide.min()) and int(wide.max()) <= _MAX_TOKEN):
         raise RequestError(f"token ids {int(wide.min())}..{int(wide.max())}: expected 0..{_MAX_TOKEN}")
-    return wide.astype("<u4").tobytes()
+    return wide.astype(_PACKED).tobytes()
 
 
 class Chain:
@@ -77,14 +80,18 @@ class Chain:
         self._pending = b""
 
     def extend(self, tokens: Sequence[int] | NDArray[np.integer]) -> None:
-        """Append tokens and name every block that they complete."""
+        """Append tokens and name every block that they complete. A uint32 array is hashed as it is: the fast way."""
         data, width = self._pending + _packed(tokens), self._width
         full = len(data) - len(data) % width
-        parent = self.keys[-1] if self.keys else b""
+        # Locals: at 16 tokens a block, attribute look-ups would cost a quarter of the hash.
+        keys, extras, sha256 = self.keys, self._extras, hashlib.sha256
+        parent = keys[-1] if keys else b""
         for start in range(0, full, width):
-            extra = self._extras.get(len(self.keys), b"") if self._extras else b""
-            parent = hashlib.sha256(parent + data[start : start + width] + extra).digest()
-            self.keys.append(parent)
+            block = data[start : start + width]
+            if extras:
+                block += extras.get(len(keys), b"")
+            parent = sha256(parent + block).digest()
+            keys.append(parent)
         self._pending = data[full:]
 
 
@@ -132,9 +139,10 @@ def store_keys(chain: Sequence[bytes], mask: bytes) -> list[bytes]:
     """Store keys of chain keys (each at least 16 bytes) under `Namespace.mask(...)`, vectorised."""
     if not chain:
         return []
-    heads = np.frombuffer(b"".join(key[:STORE_KEY_BYTES] for key in chain), dtype=np.uint64)
-    mixed = (heads.reshape(-1, 2) ^ np.frombuffer(mask, dtype=np.uint64)).tobytes()
-    return [mixed[at : at + STORE_KEY_BYTES] for at in range(0, len(mixed), STORE_KEY_BYTES)]
+    heads = np.frombuffer(b"".join([key[:STORE_KEY_BYTES] for key in chain]), dtype=np.uint64)
+    mixed = heads.reshape(-1, 2) ^ np.frombuffer(mask, dtype=np.uint64)
+    keys: list[bytes] = mixed.view(f"V{STORE_KEY_BYTES}").ravel().tolist()
+    return keys
 
 
 _digests: list[bytes] = []

@@ -45,6 +45,7 @@ __all__ = [
     "Tier",
     "TierCaps",
     "block_checksum",
+    "checksum_head",
     "expired",
 ]
 
@@ -337,13 +338,18 @@ class AddressableTier(Tier, Protocol):
 
 
 def block_checksum(ref: BlockRef, fmt: str, data: memoryview | bytes) -> bytes:
-    """16-byte xxh3_128 over key, namespace, format and bytes.
+    """16-byte xxh3_128 over `checksum_head` and the bytes.
 
     Bound to the key: intact bytes of another block fail it too.
     """
-    digest = xxhash.xxh3_128(ref.key + _namespace_and_format(ref.ns, fmt))
+    digest = xxhash.xxh3_128(checksum_head(ref, fmt))
     digest.update(data)
     return digest.digest()
+
+
+def checksum_head(ref: BlockRef, fmt: str) -> bytes:
+    """What a block's checksum is bound to beside its bytes: key, namespace and format, 64 bytes."""
+    return ref.key + _namespace_and_format(ref.ns, fmt)
 
 
 @functools.lru_cache(maxsize=1024)

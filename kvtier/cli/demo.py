@@ -1,6 +1,7 @@
 """`kvtier demo`: one shared document, four places to find its KV again, one of them after a SIGKILL."""
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from kvtier.cli.demo_session import Answer, Orders
 from kvtier.cli.models import ensure_default_model
+from kvtier.cli.session import Session
 from kvtier.engine.models.catalog import cache_dir
 from kvtier.errors import ConfigError, KVTierError
 
@@ -47,6 +49,7 @@ class Row(TypedDict):
 
 
 def demo(
+    context: typer.Context,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
     model: Annotated[str | None, typer.Option(help="Model directory or GGUF file; SmolLM2-135M by default.")] = None,
@@ -56,13 +59,14 @@ def demo(
 ) -> None:
     """Compute a long document's KV once, then find it in device memory, host memory, NVMe, and NVMe after SIGKILL."""
     console = Console(stderr=as_json)
+    session: Session = context.obj
     chosen = _tiers(tiers)
     source = model or str(ensure_default_model(console))
     # On the disk of the cache directory: /tmp is often memory. The tier itself makes it, once the model is loaded.
     directory = cache_dir() / f"demo-{uuid4().hex[:12]}"
     try:
         config = _config(source, device, dtype, chosen, directory)
-        answers = _run(config, chosen, console)
+        answers = _run(config, chosen, console, session.loaded.file)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     rows = [_row(phase, answers) for phase in dict.fromkeys(answer.phase for answer in answers)]
@@ -101,7 +105,7 @@ def _config(source: str, device: str, dtype: str, tiers: list[str], nvme: Path) 
     }
 
 
-def _run(config: dict[str, Any], tiers: list[str], console: Console) -> list[Answer]:
+def _run(config: dict[str, Any], tiers: list[str], console: Console, file: Path | None) -> list[Answer]:
     phases = ["cold", *tiers]
     later = ["nvme-after-kill"] if "nvme" in tiers else []
     document = _document()
@@ -112,7 +116,7 @@ def _run(config: dict[str, Any], tiers: list[str], console: Console) -> list[Ans
         answers: list[Answer] = []
         for part in filter(None, (phases, later)):
             orders = Orders(config, document, QUESTIONS, part, MAX_TOKENS)
-            for kind, payload in _session(orders):
+            for kind, payload in _session(orders, file):
                 if kind == "phase":
                     progress.update(task, description=f"asking {len(QUESTIONS)} questions, {payload}")
                 elif kind == "answer":
@@ -132,12 +136,14 @@ def _document() -> str:
     return text
 
 
-def _session(orders: Orders) -> Iterator[tuple[str, Any]]:
-    """Run one child process through its phases, then SIGKILL it with all its tiers open."""
+def _session(orders: Orders, file: Path | None) -> Iterator[tuple[str, Any]]:
+    """Run one child process, under this one's configuration file, through its phases; then SIGKILL it, tiers open."""
     command = [sys.executable, "-m", "kvtier.cli.demo_session"]
+    environ = dict(os.environ) if file is None else os.environ | {"KVTIER_CONFIG": str(file.absolute())}
+    pipe = subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environ) as child,
     ):
         try:
             yield from _conversation(child, orders, errors)

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["COMMANDS", "Entry", "LazyGroup"]
+__all__ = ["COMMANDS", "Entry", "LazyGroup", "asks_for_help"]
+
+_HELP = "kvtier.help"
 
 
 class Entry(NamedTuple):
@@ -18,7 +20,10 @@ class Entry(NamedTuple):
 
 COMMANDS = {
     "demo": Entry("kvtier.cli.demo:demo", "One prompt prefix, computed once and found again in every tier."),
+    "replay": Entry("kvtier.cli.replay:replay", "A published trace of LLM requests through the real store."),
     "model": Entry("kvtier.cli.models:app", "Fetch and find the default model."),
+    "doctor": Entry("kvtier.cli.doctor:doctor", "Find what keeps tiers from being of use on this machine."),
+    "inspect": Entry("kvtier.cli.inspect:inspect", "Look into a directory of the NVMe tier, check or repair it."),
     "config": Entry("kvtier.cli.settings:config", "Print the settings in force and where they come from."),
 }
 
@@ -38,7 +43,13 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command itself."""
         name, _, rest = super().resolve_command(ctx, args)
+        ctx.meta[_HELP] = not {"-h", "--help"}.isdisjoint(rest)
         return name, _load(str(name)), rest
+
+
+def asks_for_help(context: typer.Context) -> bool:
+    """Whether the command that was chosen will only print its help."""
+    return bool(context.meta.get(_HELP))
 
 
 def _load(name: str) -> Any:

@@ -14,9 +14,9 @@ from typing import Annotated, Any, cast
 import typer
 
 from kvtier import __version__
-from kvtier.cli.lazy import LazyGroup
+from kvtier.cli.lazy import LazyGroup, asks_for_help
 from kvtier.cli.session import Session
-from kvtier.errors import KVTierError, TierError
+from kvtier.errors import ConfigError, KVTierError, TierError
 
 __all__ = ["main"]
 
@@ -43,7 +43,12 @@ def _root(
     if version or context.invoked_subcommand is None:
         typer.echo(f"kvtier {__version__}" if version else context.get_help())
         raise typer.Exit
-    context.obj = Session.start(config, log_level)
+    try:
+        context.obj = Session.start(config, log_level)
+    except ConfigError:
+        # Whoever asks how a command is used must be told, whatever is wrong with the settings.
+        if not asks_for_help(context):
+            raise
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,10 +7,11 @@ holds of an extent = its reservation, or being its node's current version
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvtier.cpu.holds import GONE, Extent, Fidelity, HostHandle, Node, fidelity_of
+from kvtier.cpu.holds import GONE, Extent, Fidelity, HostHandle, Node
 from kvtier.cpu.region import round_up
 from kvtier.cpu.slab import HostSlab
 from kvtier.errors import LeaseError, TierError
+from kvtier.formats import fidelity
 from kvtier.hints import NO_HINT, Hint
 from kvtier.policies import EvictionPolicy
 from kvtier.tiers import BlockRef, Exists, Full, Handle, Owner, Reservation
@@ -47,8 +48,9 @@ class RecordTable:
         self, refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str], owner: Owner, hints: Sequence[Hint]
     ) -> list[Reservation]:
         """See `Tier.reserve`."""
-        wanted = [fidelity_of(ref, fmt) for ref, fmt in zip(refs, fmts, strict=True)]
-        kept = self._pin_found(refs, wanted)
+        ranks = {fmt: fidelity(fmt) for fmt in set(fmts)}
+        wanted = [(ref.exact, ranks[fmt]) for ref, fmt in zip(refs, fmts, strict=True)]
+        kept: list[int] | None = None
         results: list[Reservation] = []
         refused: set[bytes] = set()
         victims: list[int] = []
@@ -60,23 +62,26 @@ class RecordTable:
             elif result is None and nbytes > self._slab.nbytes:
                 result = Full("oversized")
             elif result is None:
-                offset = self._make_room(nbytes, victims, refs[at:])
+                offset = self._slab.allocate(nbytes)
+                if offset is None:
+                    kept = self._pin_found(refs, wanted) if kept is None else kept
+                    offset = self._make_room(nbytes, victims, refs[at:])
                 result = Full("no_space")
                 if offset is not None:
-                    array = self._slab.region.array[offset : offset + round_up(nbytes)]
-                    result = self._reserve(Extent(ref, nbytes, fmt, wanted[at], offset, array), owner, hints[at])
+                    memory = self._slab.region.view(offset, round_up(nbytes))
+                    result = self._reserve(Extent(ref, nbytes, fmt, wanted[at], offset, memory), owner, hints[at])
             if orphaned or isinstance(result, Full):
                 refused.add(ref.key)
             results.append(result)
-        self._policy.unpin(kept)
+        self._policy.unpin(kept or ())
         return results
 
     def _pin_found(self, refs: Sequence[BlockRef], wanted: Sequence[Fidelity]) -> list[int]:
         """Slots, pinned: neither what a batch finds here nor what it hangs from may leave to make room for it."""
         kept = []
-        for ref, fidelity in zip(refs, wanted, strict=True):
+        for ref, least in zip(refs, wanted, strict=True):
             node = self.nodes.get(ref.key)
-            if node is not None and node.extent.fidelity >= fidelity:
+            if node is not None and node.extent.fidelity >= least:
                 kept.append(node.slot)
             anchor = self._parent_of(ref)
             if anchor is not None:
@@ -87,11 +92,12 @@ class RecordTable:
     def _parent_of(self, ref: BlockRef) -> Node | None:
         return None if ref.parent is None else self.nodes.get(ref.parent)
 
-    def _existing(self, key: bytes, fidelity: Fidelity) -> Exists | None:
+    def _existing(self, key: bytes, least: Fidelity) -> Exists | None:
         node = self.nodes.get(key)
-        if node is not None and node.extent.fidelity >= fidelity:
+        if node is not None and node.extent.fidelity >= least:
             return Exists(ready=True)
-        if any(pending >= fidelity for pending in self._pending.get(key, ())):
+        versions = self._pending.get(key)
+        if versions is not None and max(versions) >= least:
             return Exists(ready=False)
         return None
 
@@ -101,13 +107,14 @@ class RecordTable:
             self._policy.pin((anchor.slot,))
         self._pending.setdefault(extent.ref.key, {})[extent.fidelity] = extent
         handle = HostHandle(extent, owner, leased=False, anchor=anchor, hint=hint)
+        handle.holder = self
         self._held.setdefault(owner, {})[handle] = None
         self.reservations += 1
         return handle
 
     def _make_room(self, nbytes: int, victims: list[int], incoming: Sequence[BlockRef]) -> int | None:
-        """Allocate, evicting one by one. `victims` are those of this batch that are still to go, next one last."""
-        offset = self._slab.allocate(nbytes)
+        """Evict one by one until there is room. `victims` are those of this batch still to go, next one last."""
+        offset = None
         while offset is None:
             if not victims:
                 victims += reversed(self._policy.victims(len(incoming), [ref.key for ref in incoming]))
@@ -147,11 +154,11 @@ class RecordTable:
         slots = [node.slot for node in deepest_first]
         keys = [node.extent.ref.key for node in deepest_first]
         parents = [None if node.parent is None else node.parent.slot for node in deepest_first]
-        self._policy.insert(slots, keys, parents, None if all(hint is NO_HINT for hint in hints) else hints[::-1])
-        for node in fresh:
+        self._policy.insert(slots, keys, parents, None if hints.count(NO_HINT) == len(hints) else hints[::-1])
+        for node in fresh if self._orphans else ():
             for child in self._orphans.pop(node.extent.ref.key, ()):
                 child.parent = node
-                node.children.add(child)
+                node.add(child)
                 self._policy.adopt(child.slot, node.slot)
 
     def _add_node(self, extent: Extent) -> Node:
@@ -160,7 +167,7 @@ class RecordTable:
         node = Node(slot, extent, parent)
         extent.node = node
         if parent is not None:
-            parent.children.add(node)
+            parent.add(node)
         elif extent.ref.parent is not None:
             self._orphans.setdefault(extent.ref.parent, set()).add(node)
         if slot == len(self._slots):
@@ -182,7 +189,7 @@ class RecordTable:
     def abort(self, handles: Iterable[HostHandle]) -> None:
         """Drop those of the handles that still are reservations."""
         for handle in handles:
-            if not handle.leased and self._is_held(handle):
+            if not handle.leased and handle.holder is self:
                 self._end_reservation(handle)
                 self._unpin_anchor(handle.anchor)
                 self._drop_hold(handle.extent)
@@ -207,7 +214,9 @@ class RecordTable:
                 break
             node.extent.holds += 1
             node.extent.leases += 1
-            handles.append(HostHandle(node.extent, owner, leased=True))
+            handle = HostHandle(node.extent, owner, leased=True)
+            handle.holder = self
+            handles.append(handle)
             slots.append(node.slot)
         if handles:
             self._held.setdefault(owner, {}).update(dict.fromkeys(handles))
@@ -251,7 +260,7 @@ class RecordTable:
         )
 
     def _fits(self, handle: HostHandle, *, leased: bool | None) -> bool:
-        return self._is_held(handle) and (leased is None or handle.leased is leased)
+        return handle.holder is self and (leased is None or handle.leased is leased)
 
     def held_by(self, owner: Owner) -> list[HostHandle]:
         """All live handles of an owner."""
@@ -271,10 +280,8 @@ class RecordTable:
         for handle in handles:
             self._drop_hold(handle.extent)
 
-    def _is_held(self, handle: HostHandle) -> bool:
-        return handle in self._held.get(handle.owner, ())
-
     def _forget(self, handle: HostHandle) -> None:
+        handle.holder = None
         held = self._held[handle.owner]
         del held[handle]
         if not held:
@@ -311,7 +318,7 @@ class RecordTable:
         doomed.reverse()
         self._policy.remove([gone.slot for gone in doomed], evicted=evicted)
         if node.parent is not None:
-            node.parent.children.discard(node)
+            node.parent.discard(node)
         elif node.extent.ref.parent is not None:
             self._forget_orphan(node, node.extent.ref.parent)
         for gone in doomed:

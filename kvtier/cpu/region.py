@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.cpu.hugepages import PageCollapser, advise, aligned_mapping
 from kvtier.errors import CapacityError, TierUnavailable
 from kvtier.layout import Span
 from kvtier.tiers import RegionShare
@@ -22,6 +23,7 @@ PAGE = 4096
 
 _log = logging.getLogger(__name__)
 _ids = count()
+_SHMEM_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h, Linux >= 5.1; Python 3.11's fcntl has no name for it
 
 
@@ -62,14 +64,16 @@ class MemoryRegion:
         except OSError as error:
             raise TierUnavailable(f"{name}: cannot map {nbytes} bytes of shared memory: {error}") from error
         self.array = np.frombuffer(self._map, np.uint8)
-        self.hugepages = _advise_hugepages(self._map)
+        self._memory = self.array.data
+        self.hugepages = advise(self._map, _SHMEM_SWITCH.read_text() if _SHMEM_SWITCH.is_file() else "")
+        self._collapser = PageCollapser(self.array)
         self.pinned = _pin(self.array, name)
         self._closed = False
 
     def _build(self, name: str) -> mmap.mmap:
         try:
             os.ftruncate(self._fd, self.nbytes)
-            mapping = mmap.mmap(self._fd, self.nbytes, mmap.MAP_SHARED)
+            mapping = aligned_mapping(self._fd, self.nbytes)
             # A peer that could shrink the file would make every reader die of SIGBUS.
             seals = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
             seals |= fcntl.F_SEAL_SEAL if self.writable else fcntl.F_SEAL_SEAL | _SEAL_FUTURE_WRITE
@@ -80,9 +84,18 @@ class MemoryRegion:
         _log.debug("%s: mapped %d bytes as region %d", name, self.nbytes, self.id)
         return mapping
 
+    def expect(self, offset: int, nbytes: int) -> None:
+        """A range is about to be used for the first time: it gets huge pages where that can be had. Returns at once.
+
+        Not MFD_HUGETLB: where a container's quota of such pages is smaller than its reservation, the first touch of a
+        page kills the process (SIGBUS) instead of failing the mapping.
+        """
+        if not self.hugepages and not self.pinned:
+            self._collapser.want(offset, nbytes)
+
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Writable view of a range of bytes."""
-        return self.array[offset : offset + nbytes].data
+        return self._memory[offset : offset + nbytes]
 
     def span(self, offset: int, nbytes: int) -> Span:
         """Where another process finds a range of bytes."""
@@ -97,12 +110,14 @@ class MemoryRegion:
         if self._closed:
             return
         self._closed = True
+        self._collapser.close()
         if self.pinned:
             _unpin(self.array)
             self.pinned = False
         os.close(self._fd)
         self.array = np.empty(0, np.uint8)
-        del self._map
+        self._memory = self.array.data
+        del self._map, self._collapser
 
 
 def _memory_limit() -> int:
@@ -110,22 +125,6 @@ def _memory_limit() -> int:
     group = Path("/sys/fs/cgroup/memory.max")
     text = group.read_text().strip() if group.is_file() else "max"
     return min(limit, int(text)) if text.isdigit() else limit
-
-
-def _advise_hugepages(mapping: mmap.mmap) -> bool:
-    """Ask for transparent huge pages; False where they are switched off.
-
-    Not MFD_HUGETLB: where a container's quota of such pages is smaller than its reservation, the first touch of a
-    page kills the process (SIGBUS) instead of failing the mapping.
-    """
-    switch = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-    if not switch.is_file() or any(off in switch.read_text() for off in ("[never]", "[deny]")):
-        return False
-    try:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        return False
-    return True
 
 
 def _cuda_runtime() -> Any:

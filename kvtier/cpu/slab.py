@@ -69,10 +69,12 @@ class HostSlab:
     def allocate(self, nbytes: int) -> int | None:
         """Offset of a slot of at least `nbytes`, or None when neither its class nor the free runs have one."""
         slot = round_up(nbytes)
-        chunks = self._open.setdefault(slot, {})
-        chunk = next(iter(chunks), None) or self._carve(slot)
+        chunks = self._open.get(slot)
+        chunk = next(iter(chunks)) if chunks else self._carve(slot)
         if chunk is None:
             return None
+        if chunks is None:
+            chunks = self._open[slot] = {}
         offset = chunk.take()
         if chunk.full:
             chunks.pop(chunk, None)
@@ -102,6 +104,8 @@ class HostSlab:
         self._join(chunk.start, chunk.nbytes)
 
     def _carve(self, slot: int) -> _Chunk | None:
+        if not self._starts:
+            return None
         wanted = max(slot, self._target - self._target % slot)
         start = next((start for start in self._starts if self._runs[start] >= wanted), None)
         if start is None:
@@ -113,6 +117,7 @@ class HostSlab:
         self._starts.remove(start)
         if length > nbytes:
             self._add_run(start + nbytes, length - nbytes)
+        self.region.expect(start, nbytes)
         return _Chunk(start, nbytes, slot)
 
     def _join(self, start: int, nbytes: int) -> None:

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
-from numpy.typing import NDArray
 from prometheus_client import Counter as Metric
 
 from kvtier.cpu.holds import HostHandle
@@ -19,6 +17,7 @@ from kvtier.hints import NO_HINT, Hint
 from kvtier.keys import STORE_KEY_BYTES
 from kvtier.layout import Span
 from kvtier.metrics import Metrics
+from kvtier.native.checksum import copy_checksum
 from kvtier.policies import EvictionPolicy, LruPolicy
 from kvtier.tiers import (
     OWN_WORK,
@@ -33,7 +32,7 @@ from kvtier.tiers import (
     Status,
     Ticket,
     TierCaps,
-    block_checksum,
+    checksum_head,
     expired,
 )
 
@@ -126,14 +125,16 @@ class HostTier:
             if expired(deadline):
                 statuses.append(Status.TIMEOUT)
                 break
-            statuses.append(self._verify(handle, handle.extent.array[: handle.nbytes]))
+            statuses.append(self._verify(handle, None))
             if statuses[-1] is not Status.OK:
                 break
         return statuses
 
-    def _verify(self, handle: HostHandle, data: NDArray[np.uint8]) -> Status:
+    def _verify(self, handle: HostHandle, out: memoryview | None) -> Status:
+        """Checksum a record, copying it to `out` in the same pass."""
         extent = handle.extent
-        if block_checksum(extent.ref, extent.fmt, data.data) == extent.checksum:
+        head = checksum_head(extent.ref, extent.fmt)
+        if copy_checksum(head, _exactly(extent.memory, handle.nbytes), out) == extent.checksum:
             return Status.OK
         with self._changed():
             if extent.node is not None:
@@ -159,17 +160,12 @@ class HostTier:
         try:
             with self._timed("read"):
                 for handle, (_, out) in zip(handles, items, strict=True):
-                    statuses.append(Status.TIMEOUT if expired(deadline) else self._read(handle, out))
+                    statuses.append(Status.TIMEOUT if expired(deadline) else self._verify(handle, out))
         finally:
             with self._changed():
                 self._table.unhold(handles)
         self._count_bytes(self._metrics.read_bytes, handles, statuses)
         return self._finish(statuses)
-
-    def _read(self, handle: HostHandle, out: memoryview) -> Status:
-        target = _bytes_of(out, handle)
-        np.copyto(target, handle.extent.array[: handle.nbytes])
-        return self._verify(handle, target)
 
     def release(self, handles: Sequence[Handle]) -> None:
         """See `Tier.release`. After `close`, which ended all leases, nothing happens."""
@@ -314,7 +310,7 @@ class HostTier:
     def buffer(self, handle: Handle) -> memoryview:
         """See `AddressableTier.buffer`."""
         live = self._live(handle)
-        view = live.extent.array.data
+        view = live.extent.memory
         return view.toreadonly() if live.leased else view
 
     def span(self, handle: Handle) -> Span:
@@ -413,18 +409,19 @@ class HostTier:
 
 def _fill(handle: HostHandle, source: memoryview | None) -> bytes:
     """Put bytes in place if they are not, clear the padding, and return the checksum."""
-    target = handle.extent.array
-    if handle.nbytes < len(target):
+    target = handle.extent.memory
+    if handle.nbytes < target.nbytes:
         # Lower tiers write whole pages: what an earlier record left behind must not reach a disk.
-        target[handle.nbytes :] = 0
+        target[handle.nbytes :] = bytes(target.nbytes - handle.nbytes)
         target = target[: handle.nbytes]
-    if source is not None:
-        np.copyto(target, _bytes_of(source, handle))
-    return block_checksum(handle.ref, handle.fmt, target.data)
+    head = checksum_head(handle.ref, handle.fmt)
+    if source is None:
+        return copy_checksum(head, target)
+    return copy_checksum(head, _exactly(source, handle.nbytes), target)
 
 
-def _bytes_of(buffer: memoryview, handle: Handle) -> NDArray[np.uint8]:
-    return np.frombuffer(buffer, np.uint8, handle.nbytes)
+def _exactly(buffer: memoryview, nbytes: int) -> memoryview:
+    return buffer if buffer.nbytes == nbytes else buffer.cast("B")[:nbytes]
 
 
 def _check_buffer(handle: Handle, data: memoryview, *, writable: bool) -> None:
@@ -441,8 +438,9 @@ def _check_records(refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequenc
         raise FormatMismatch(
             f"{len(refs)} refs, {len(sizes)} sizes, {len(fmts)} formats, {len(hints)} hints: expected as many of each"
         )
+    known = {fmt for fmt in set(fmts) if 0 < len(fmt) <= _FMT_CHARS and fmt.isascii()}
     for ref, nbytes, fmt in zip(refs, sizes, fmts, strict=True):
-        if nbytes < 1 or len(ref.key) != STORE_KEY_BYTES or not (0 < len(fmt) <= _FMT_CHARS and fmt.isascii()):
+        if nbytes < 1 or len(ref.key) != STORE_KEY_BYTES or fmt not in known:
             raise FormatMismatch(
                 f"record of {nbytes} bytes, format {fmt!r}, key of {len(ref.key)} bytes: expected at least 1 byte, "
                 f"1..{_FMT_CHARS} ASCII characters and {STORE_KEY_BYTES} bytes"

@@ -1,17 +1,19 @@
 """A batch: one ticket's records on their way between callers' memory and the device, split among workers."""
 
+import heapq
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
-
-import numpy as np
+from itertools import count
 
 from kvtier.errors import FormatMismatch
 from kvtier.nvme.holds import NvmeHandle
 from kvtier.nvme.io import BlockIO, Transfer
 from kvtier.tiers import Handle, Status, expired
 
-__all__ = ["Batch", "check_buffer", "transfers"]
+__all__ = ["Batch", "Deadlines", "check_buffer", "transfers"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,20 +48,43 @@ class Batch:
         self._statuses = [Status.TIMEOUT] * len(items)
         self._lock = threading.Lock()
         self._left = 0
+        self._waiting: set[int] = set()
 
-    def start(self) -> None:
+    def start(self, deadlines: "Deadlines") -> None:
         """Hand the shares out."""
         shares = self._blocks.shares(self._items)
         self._left = len(shares)
         if not shares:
             self._done([])
-        for share in shares:
+            return
+        self._waiting = set(range(len(shares)))
+        if self._deadline is not None:
+            deadlines.watch(self, self._deadline)
+        for number, share in enumerate(shares):
             try:
-                self._blocks.submit(self._work, share)
+                self._blocks.submit(self._work, number, share)
             except RuntimeError:  # the tier was closed since the batch was made
-                self._end(share, failed=True)
+                if self._begin(number):
+                    self._end(share, failed=True)
 
-    def _work(self, share: list[int]) -> None:
+    def expire(self) -> None:
+        """The deadline has passed: nothing that did not begin waits for a worker any more."""
+        with self._lock:
+            late, self._waiting = len(self._waiting), set()
+            self._left -= late
+            last = late > 0 and self._left == 0
+        if last:
+            self._done(self._statuses)
+
+    def _begin(self, number: int) -> bool:
+        with self._lock:
+            mine = number in self._waiting
+            self._waiting.discard(number)
+        return mine
+
+    def _work(self, number: int, share: list[int]) -> None:
+        if not self._begin(number):
+            return
         failed = False
         try:
             self._move_share(share)
@@ -86,12 +111,59 @@ class Batch:
                 self._statuses[at] = status
 
 
+class Deadlines:
+    """Ends at its deadline what no worker has begun: workers may hang in a disk that does not answer.
+
+    What a worker has begun goes on, because the device may still write to the buffers.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._wake = threading.Condition()
+        self._heap: list[tuple[float, int, weakref.ref[Batch]]] = []
+        self._numbers = count()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    def watch(self, batch: Batch, deadline: float) -> None:
+        """Have the batch expire in time."""
+        with self._wake:
+            if self._closing:
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"{self._name}-deadlines", daemon=True)
+                self._thread.start()
+            heapq.heappush(self._heap, (deadline, next(self._numbers), weakref.ref(batch)))
+            if self._heap[0][0] == deadline:
+                self._wake.notify()
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._closing and not (self._heap and expired(self._heap[0][0])):
+                    self._wake.wait(self._heap[0][0] - time.monotonic() if self._heap else None)
+                if self._closing:
+                    return
+                batch = heapq.heappop(self._heap)[2]()
+            if batch is not None:
+                try:
+                    batch.expire()
+                except Exception:  # noqa: BLE001  a thread's top level
+                    _log.exception("a batch could not expire")
+                del batch
+
+
 def transfers(handles: Sequence[NvmeHandle], buffers: Sequence[memoryview]) -> list[Transfer]:
     """What moves between these handles' extents and these buffers."""
-    return [
-        Transfer(handle.extents, handle.nbytes, np.frombuffer(buffer, np.uint8))
-        for handle, buffer in zip(handles, buffers, strict=True)
-    ]
+    return [Transfer.of(handle.extents, handle.nbytes, buffer) for handle, buffer in zip(handles, buffers, strict=True)]
 
 
 def check_buffer(handle: Handle, data: memoryview, *, writable: bool) -> None:

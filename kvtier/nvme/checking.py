@@ -1,85 +1,191 @@
-"""Checking a directory: does every page belong to exactly one thing, and do the bytes match their checksums."""
+"""Checking a directory: does every page belong to exactly one thing, and do the bytes match their checksums.
 
-from collections.abc import Sequence
-from itertools import pairwise
+Everything that the index says is read in one transaction, so that the sums hold while others write. Bytes are read
+outside of it, some records at a time: what another process drops meanwhile is no damage.
+"""
 
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.keys import STORE_KEY_BYTES
+from kvtier.nvme.directory import Directory
 from kvtier.nvme.extents import PAGE, Extent, pages_for
 from kvtier.nvme.index import Index
 from kvtier.nvme.io import BlockIO, Transfer
-from kvtier.nvme.ledger import Record
-from kvtier.nvme.opening import Opened
+from kvtier.nvme.ledger import Ledger, Record, State
+from kvtier.nvme.recency import HEAD_BYTES, Recency
 from kvtier.nvme.segments import aligned_buffer
-from kvtier.tiers import BlockRef, block_checksum
+from kvtier.tiers import block_checksum
 
-__all__ = ["check_directory"]
+__all__ = ["FAULTS", "Survey", "check_directory", "damaged_blocks", "survey"]
+
+FAULTS = ("leaked_pages", "overlaps", "wrong_sums", "lost_rows", "corrupt")
+"""Counts of `check_directory` that are zero in a sound directory."""
+
+_READ_PAGES = 1024
+_LISTED = 512
 
 
-def check_directory(opened: Opened, blocks: BlockIO, *, verify: bool) -> dict[str, int]:
+class Survey(NamedTuple):
+    """All that one transaction says.
+
+    blocks, orphaned: records, and those of them whose parent has none. state: the kept sums.
+    used, held, preparing, free: [n, 2] first page and pages. rows, heads: [blocks] recency rows and halves of keys.
+    writers: of each hold.
+    """
+
+    blocks: int
+    orphaned: int
+    state: State
+    used: NDArray[np.uint32]
+    held: NDArray[np.uint32]
+    preparing: NDArray[np.uint32]
+    free: NDArray[np.uint32]
+    rows: NDArray[np.uint32]
+    heads: NDArray[np.uint64]
+    writers: list[bytes]
+
+    @property
+    def sums(self) -> State:
+        """The sums that follow from the entries."""
+        used, reserved, preparing = (_pages(part) for part in (self.used, self.held, self.preparing))
+        return State(self.state.total, self.state.prepared, used, reserved, preparing)
+
+
+def survey(ledger: Ledger) -> Survey:
+    """Read the whole index."""
+    used, rows, heads = array("I"), array("I"), array("Q")
+    orphaned = 0
+    for key, record in ledger.records():
+        for extent in record.extents:
+            used.extend(extent)
+        rows.append(record.row)
+        heads.append(int.from_bytes(key[:HEAD_BYTES], "little"))
+        orphaned += record.parent is not None and not ledger.present([record.parent])[0]
+    holds = ledger.holds()
+    return Survey(
+        len(rows),
+        orphaned,
+        ledger.state,
+        np.frombuffer(used, np.uint32).reshape(-1, 2),
+        _table([hold.extent for hold in holds if not hold.preparing]),
+        _table([hold.extent for hold in holds if hold.preparing]),
+        _table(ledger.free.runs()),
+        np.frombuffer(rows, np.uint32),
+        np.frombuffer(heads, np.uint64),
+        [hold.writer for hold in holds],
+    )
+
+
+def check_directory(
+    directory: Directory, index: Index, recency: Recency, blocks: BlockIO, *, verify: bool
+) -> dict[str, int]:
     """Count what the index holds, and what is wrong with it.
 
     Args:
-        opened: the directory.
+        directory: whose writers are asked for.
+        index: what is checked.
+        recency: what is checked beside it.
         blocks: reads the bytes, in the caller's thread.
         verify: read every block and compare its checksum.
 
     Returns:
-        blocks; total, used, free, reserved, preparing, unprepared pages; dead_holds, held by no living writer;
-        and, all zero in a sound directory: leaked_pages, owned by nothing; overlaps, pages owned twice (or beyond
-        the end); wrong_sums, kept sums that are not those of the entries; lost_rows, records that recency does not
-        know. With `verify`: verified and corrupt blocks.
+        blocks; orphaned, those whose parent is gone (they go first); total, used, free, reserved, preparing,
+        unprepared pages; dead_holds, of no living writer: reclaimed when the directory is opened next, or space is
+        short. And, all zero in a sound directory: leaked_pages, owned by nothing; overlaps, pages owned twice (or
+        beyond the end); wrong_sums, kept sums that are not those of the entries; lost_rows, records that recency
+        does not know. With `verify`: verified and corrupt blocks.
     """
-    with opened.index.read() as ledger:
-        state = ledger.state
-        records = [(key, record, ledger.ref(key, record), ledger.fmt(record)) for key, record in ledger.records()]
-        holds = ledger.holds()
-        free = ledger.free.runs()
-        rows = [(record.row, key) for key, record, _, _ in records]
-        lost_rows = sum(not opened.recency.matches(row, key) for row, key in rows)
-    used = [extent for _, record, _, _ in records for extent in record.extents]
-    held = [extent for hold in holds for extent in hold.extents]
-    sums = {
-        "total_pages": state.total,
-        "used_pages": _pages(used),
-        "free_pages": _pages(free),
-        "reserved_pages": sum(hold.pages for hold in holds if not hold.preparing),
-        "preparing_pages": sum(hold.pages for hold in holds if hold.preparing),
+    with index.read() as ledger:
+        seen = survey(ledger)
+        lost_rows = len(recency.strangers(seen.rows, seen.heads))
+    with directory.exclusive():
+        dead = directory.dead(seen.writers)
+    state, sums = seen.state, seen.sums
+    counts = {
+        "used_pages": sums.used,
+        "free_pages": _pages(seen.free),
+        "reserved_pages": sums.reserved,
+        "preparing_pages": sums.preparing,
         "unprepared_pages": state.total - state.prepared,
     }
-    kept = (state.used, state.free, state.reserved, state.preparing)
-    with opened.directory.exclusive():
-        dead = opened.directory.dead(hold.writer for hold in holds)
     report = {
-        "blocks": len(records),
-        **sums,
-        "dead_holds": sum(hold.writer in dead for hold in holds),
-        "leaked_pages": 2 * state.total - sum(sums.values()),
-        "overlaps": _overlaps([*used, *held, *free], state.prepared),
-        "wrong_sums": sum(found != said for found, said in zip(list(sums.values())[1:5], kept, strict=True)),
+        "blocks": seen.blocks,
+        "orphaned": seen.orphaned,
+        "total_pages": state.total,
+        **counts,
+        "dead_holds": sum(writer in dead for writer in seen.writers),
+        "leaked_pages": state.total - sum(counts.values()),
+        "overlaps": _overlaps([seen.used, seen.held, seen.preparing, seen.free], state.prepared),
+        "wrong_sums": sum(found != said for found, said in zip(sums, state, strict=True)),
         "lost_rows": lost_rows,
     }
     if verify:
-        report |= {"verified": len(records), "corrupt": _corrupt(opened.index, blocks, records)}
+        corrupt = sum(1 for _ in damaged_blocks(index, blocks))
+        report |= {"verified": seen.blocks - corrupt, "corrupt": corrupt}
     return report
 
 
-def _pages(extents: Sequence[Extent]) -> int:
-    return sum(extent.pages for extent in extents)
-
-
-def _overlaps(extents: Sequence[Extent], prepared: int) -> int:
-    ordered = sorted(extents)
-    twice = sum(max(0, one.end - two.page) for one, two in pairwise(ordered))
-    return twice + max(0, ordered[-1].end - prepared if ordered else 0)
-
-
-def _corrupt(index: Index, blocks: BlockIO, records: Sequence[tuple[bytes, Record, BlockRef, str]]) -> int:
-    corrupt = 0
-    for key, record, ref, fmt in records:
-        buffer = aligned_buffer(pages_for(record.nbytes) * PAGE)
-        error = blocks.read([Transfer(record.extents, record.nbytes, buffer)])[0]
-        if error is None and block_checksum(ref, fmt, buffer[: record.nbytes].data) == record.checksum:
-            continue
+def damaged_blocks(index: Index, blocks: BlockIO) -> Iterator[tuple[bytes, Record]]:
+    """Read every block; yields the records of those that cannot be read or fail their checksum."""
+    start = bytes(STORE_KEY_BYTES)
+    while start:
         with index.read() as ledger:
-            # Another process may have dropped the record and reused its pages meanwhile.
-            corrupt += ledger.get(key) == record
-    return corrupt
+            listed = list(islice(ledger.records(start), _LISTED))
+        for window in _windows(listed):
+            yield from _damaged(index, blocks, window)
+        start = listed[-1][0] + b"\0" if len(listed) == _LISTED else b""
+
+
+def _windows(listed: Sequence[tuple[bytes, Record]]) -> Iterator[list[tuple[bytes, Record]]]:
+    window: list[tuple[bytes, Record]] = []
+    pages = 0
+    for item in listed:
+        count = pages_for(item[1].nbytes)
+        if window and pages + count > _READ_PAGES:
+            yield window
+            window, pages = [], 0
+        window.append(item)
+        pages += count
+    if window:
+        yield window
+
+
+def _damaged(index: Index, blocks: BlockIO, window: Sequence[tuple[bytes, Record]]) -> Iterator[tuple[bytes, Record]]:
+    buffer = aligned_buffer(sum(pages_for(record.nbytes) for _, record in window) * PAGE)
+    moving, at = [], 0
+    for _, record in window:
+        moving.append(Transfer.of(record.extents, record.nbytes, buffer[at : at + pages_for(record.nbytes) * PAGE]))
+        at += moving[-1].data.nbytes
+    errors = blocks.read(moving)
+    with index.read() as ledger:
+        for (key, record), transfer, error in zip(window, moving, errors, strict=True):
+            if ledger.get(key) != record:
+                continue  # another process dropped the record, and may have reused its pages
+            ref, fmt = ledger.ref(key, record), ledger.fmt(record)
+            data = transfer.data[: record.nbytes].data
+            if error is not None or block_checksum(ref, fmt, data) != record.checksum:
+                yield key, record
+
+
+def _table(extents: Sequence[Extent]) -> NDArray[np.uint32]:
+    return np.array(extents, np.uint32).reshape(-1, 2)
+
+
+def _pages(table: NDArray[np.uint32]) -> int:
+    return int(table[:, 1].sum(dtype=np.int64))
+
+
+def _overlaps(tables: Sequence[NDArray[np.uint32]], prepared: int) -> int:
+    every = np.concatenate(tables).astype(np.int64)
+    if not len(every):
+        return 0
+    every = every[np.argsort(every[:, 0])]
+    ends = np.maximum.accumulate(every.sum(axis=1))
+    twice = np.maximum(0, np.minimum(ends[:-1], every[1:].sum(axis=1)) - every[1:, 0]).sum()
+    return int(twice + max(0, int(ends[-1]) - prepared))

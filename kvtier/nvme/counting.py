@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 
 from kvtier.metrics import Metrics
 from kvtier.nvme.extents import PAGE
@@ -22,6 +22,10 @@ class Counts:
     def __init__(self, metrics: Metrics, name: str) -> None:
         self.metrics = metrics
         self.name = name
+        self._occupied = metrics.occupied_bytes.labels(name)
+        self._capacity = metrics.capacity_bytes.labels(name)
+        # Looking a label up costs as much as moving a small block.
+        self._seconds: dict[str, Histogram] = {}
 
     def add(self, metric: Counter, amount: int) -> None:
         """Count on a metric whose only label is the tier."""
@@ -45,14 +49,17 @@ class Counts:
         """A slower way is taken because the fast one is missing."""
         self.metrics.fallbacks.labels(self.name, what).inc()
 
-    def sums(self, state: State) -> None:
-        """What is occupied, of how much."""
-        self.metrics.occupied_bytes.labels(self.name).set(state.occupied * PAGE)
-        self.metrics.capacity_bytes.labels(self.name).set(state.total * PAGE)
+    def sums(self, state: State, idle: int) -> None:
+        """What is occupied, of how much; `idle`: pages of the arena."""
+        self._occupied.set((state.occupied - idle) * PAGE)
+        self._capacity.set(state.total * PAGE)
 
     def took(self, operation: str, start: float) -> None:
         """Time since `start` (`time.perf_counter`)."""
-        self.metrics.seconds.labels(self.name, operation).observe(time.perf_counter() - start)
+        seconds = self._seconds.get(operation)
+        if seconds is None:
+            seconds = self._seconds[operation] = self.metrics.seconds.labels(self.name, operation)
+        seconds.observe(time.perf_counter() - start)
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[None]:

@@ -17,6 +17,7 @@ import os
 import shutil
 import threading
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,15 +26,34 @@ from pathlib import Path
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.nvme.extents import PAGE
 
-__all__ = ["FORMAT_VERSION", "Directory", "Meta", "boot_id"]
+__all__ = ["FORMAT_VERSION", "Directory", "Meta", "boot_id", "read_meta"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _NAMES = frozenset({"LOCK", "META.json", "META.json.new", "index", "locks", "recency.bin"})
 _PREFIXES = ("seg-", "probe-")
 
 _opened: set[tuple[int, int]] = set()
+_inherited: set[tuple[int, int]] = set()
 _opened_lock = threading.Lock()
+_writers: "weakref.WeakSet[Directory]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """What the parent had open, a child cannot open again: LMDB allows one opening per process.
+
+    The child must not keep its parent's lock alive either, once the parent is dead. Closing the child's descriptor
+    leaves the lock to the parent, which has the other one.
+    """
+    global _opened_lock  # noqa: PLW0603  the parent's may be held by a thread that does not exist here
+    _opened_lock = threading.Lock()
+    _inherited.update(_opened)
+    _opened.clear()
+    for directory in _writers:
+        directory.disinherit()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def boot_id() -> str:
@@ -54,7 +74,7 @@ class Meta:
     damaged: bool = False
 
 
-def _read_meta(path: Path) -> Meta | None:
+def read_meta(path: Path) -> Meta | None:
     """Contents of META.json, None if there is none.
 
     Raises:
@@ -122,7 +142,7 @@ class Directory:
         try:
             if self.path.exists() and not self.path.is_dir():
                 raise ConfigError(f"{self.path} is a file: the NVMe tier needs a directory of its own")
-            meta = _read_meta(self.path / "META.json")
+            meta = read_meta(self.path / "META.json")
             strangers = [] if meta or not self.path.exists() else [e.name for e in self.path.iterdir()]
         except OSError as error:
             raise TierUnavailable(f"{self.path} cannot be read ({error}): choose another directory") from error
@@ -140,6 +160,10 @@ class Directory:
         status = self.path.stat()
         identity = (status.st_dev, status.st_ino)
         with _opened_lock:
+            if identity in _inherited:
+                raise TierUnavailable(
+                    f"{self.path} was open in the parent of this process: open it in one that is spawned, not forked"
+                )
             if identity in _opened:
                 raise TierUnavailable(
                     f"{self.path} is open in this process already: share that tier, or close it first"
@@ -165,7 +189,7 @@ class Directory:
 
     def load(self) -> None:
         """Read META.json again, now that nobody changes it; what a crash left before the first one is removed."""
-        found = _read_meta(self.path / "META.json")
+        found = read_meta(self.path / "META.json")
         if found is None:
             self.wipe()
         else:
@@ -194,17 +218,24 @@ class Directory:
         if self._writer_fd < 0:
             self._writer_fd = os.open(self._lock_file(self.writer), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._writer_fd, fcntl.LOCK_EX)
+            _writers.add(self)
         durable = durable and (self.meta.clean or self.meta.durable)
         self._store(replace(self.meta, boot_id=boot_id(), clean=False, durable=durable))
 
     def leave(self, *, clean: bool, damaged: bool = False) -> None:
         """Stop living as a writer; the last one leaves the directory clean, if it could write everything down."""
         last = not self.others()
-        meta = _read_meta(self.path / "META.json")
+        meta = read_meta(self.path / "META.json")
         if meta is not None:
             marked = replace(meta, damaged=meta.damaged or damaged)
             self._store(replace(marked, clean=True) if clean and last else marked)
         self._forget_writer()
+
+    def disinherit(self) -> None:
+        """In a child of `fork`: leave everything to the parent."""
+        if self._writer_fd >= 0:
+            os.close(self._writer_fd)
+            self._writer_fd = -1
 
     def _forget_writer(self) -> None:
         if self._writer_fd >= 0:

@@ -19,7 +19,7 @@ MAX_FRAGMENTS = 3
 """Extents of one record: one where the space allows it, up to this many in a fragmented file."""
 
 _PAGE = struct.Struct(">I")  # big-endian: the index sorts by bytes
-_SCANNED = 4096
+_SCANNED = 256
 
 
 class Extent(NamedTuple):
@@ -42,11 +42,15 @@ def pages_for(nbytes: int) -> int:
 def merged(extents: Iterable[Extent]) -> list[Extent]:
     """The same pages in as few extents as possible, in order."""
     runs: list[Extent] = []
-    for extent in sorted(extents):
-        if runs and runs[-1].end == extent.page:
-            runs[-1] = Extent(runs[-1].page, runs[-1].pages + extent.pages)
-        else:
-            runs.append(extent)
+    start = end = -1
+    for page, pages in sorted(extents):
+        if page != end:
+            if end > start:
+                runs.append(Extent(start, end - start))
+            start = page
+        end = page + pages
+    if end > start:
+        runs.append(Extent(start, end - start))
     return runs
 
 
@@ -100,30 +104,30 @@ class FreeMap:
             there = cursor.prev() if after is not None else cursor.last()
             return (_at(cursor) if there else None), after
 
-    def take(self, sizes: Sequence[int]) -> list[tuple[Extent, ...]]:
-        """Allocate, in order, as many of the leading sizes (in pages) as fit.
-
-        All of them in one contiguous run if there is one, else each in one extent where possible.
+    def take(self, least: int, most: int) -> list[Extent]:
+        """Allocate pages: from one run of at least `least` if a bounded look finds one, else from several.
 
         Returns:
-            For each size that fits, its extents, `MAX_FRAGMENTS` at most.
+            `least` to `most` pages; fewer only if there are no more.
         """
-        total = sum(sizes)
-        runs = self.runs(_SCANNED)
-        if sum(run.pages for run in runs) < total:
-            runs = self.runs()
-        whole = next((run for run in runs if run.pages >= total), None)
-        pool = [whole] if whole is not None else sorted(runs, key=lambda run: -run.pages)
-        left = [[run.page, run.pages] for run in pool]
-        taken: list[tuple[Extent, ...]] = []
-        for size in sizes:
-            extents = _carve(left, size)
-            if not extents:
-                break
-            taken.append(extents)
-        for run, (page, pages) in zip(pool, left, strict=True):
-            self._shorten(run, Extent(page, pages))
-        return taken
+        seen: list[Extent] = []
+        total = 0
+        with self._txn.cursor(self._db) as cursor:
+            for key, value in cursor:
+                run = Extent(*_PAGE.unpack(key), *_PAGE.unpack(value))
+                if run.pages >= least:
+                    seen, total = [run], run.pages
+                    break
+                seen.append(run)
+                total += run.pages
+                if len(seen) >= _SCANNED and total >= least:
+                    break
+        chosen = _largest(seen, most if len(seen) == 1 else least)
+        whole = {run.page: run for run in seen}
+        for extent in chosen:
+            run = whole[extent.page]
+            self._shorten(run, Extent(extent.end, run.end - extent.end))
+        return chosen
 
     def _shorten(self, run: Extent, rest: Extent) -> None:
         if rest == run:
@@ -131,6 +135,12 @@ class FreeMap:
         self._txn.delete(_PAGE.pack(run.page), db=self._db)
         if rest.pages:
             self._txn.put(_PAGE.pack(rest.page), _PAGE.pack(rest.pages), db=self._db)
+
+    def replace(self, extents: Sequence[Extent]) -> None:
+        """Know these runs, which are not adjacent, as the free ones, and no others."""
+        self._txn.drop(self._db, delete=False)
+        for page, pages in extents:
+            self._txn.put(_PAGE.pack(page), _PAGE.pack(pages), db=self._db)
 
     def cut(self, total: int) -> None:
         """Forget free pages from `total` on."""
@@ -144,25 +154,12 @@ def _at(cursor: Any) -> Extent:
     return Extent(*_PAGE.unpack(cursor.key()), *_PAGE.unpack(cursor.value()))
 
 
-def _carve(left: list[list[int]], size: int) -> tuple[Extent, ...]:
-    """Cut `size` pages from the runs ([page, pages], changed in place); empty if they do not fit."""
-    chosen = next((run for run in left if run[1] >= size), None)
-    if chosen is not None:
-        return (_cut(chosen, size),)
-    parts = sorted((run for run in left if run[1]), key=lambda run: -run[1])[:MAX_FRAGMENTS]
-    if sum(run[1] for run in parts) < size:
-        return ()
-    extents: list[Extent] = []
-    for run in parts:
-        extents.append(_cut(run, min(run[1], size)))
-        size -= extents[-1].pages
-        if not size:
+def _largest(runs: Sequence[Extent], pages: int) -> list[Extent]:
+    """As many of the largest runs as hold `pages` pages, the last one cut to fit."""
+    chosen: list[Extent] = []
+    for run in sorted(runs, key=lambda run: -run.pages):
+        chosen.append(Extent(run.page, min(run.pages, pages)))
+        pages -= chosen[-1].pages
+        if not pages:
             break
-    return tuple(extents)
-
-
-def _cut(run: list[int], size: int) -> Extent:
-    extent = Extent(run[0], size)
-    run[0] += size
-    run[1] -= size
-    return extent
+    return chosen

@@ -2,26 +2,51 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from typing import TypeAlias
 
 from kvtier.errors import LeaseError, TierUnavailable
+from kvtier.formats import fidelity
+from kvtier.hints import Hint
 from kvtier.nvme.extents import Extent
 from kvtier.nvme.ledger import Record
 from kvtier.tiers import BlockRef, Handle, Owner
 
-__all__ = ["Holds", "NvmeHandle"]
+__all__ = ["Holds", "NvmeHandle", "Rank", "record_rank"]
+
+
+Rank: TypeAlias = tuple[bool, int]
+"""Whether a record is exact, and its fidelity."""
 
 
 class NvmeHandle(Handle):
-    """A hold on extents. `checksum`: of a reservation empty until it is written. `moves`: writes under way."""
+    """A hold on extents.
 
-    __slots__ = ("checksum", "extents", "moves")
+    `checksum`: of a reservation empty until it is written. `moves`: writes under way. `hint`, `rank`: of a reservation.
+    """
+
+    __slots__ = ("checksum", "extents", "hint", "moves", "rank")
 
     def __init__(
-        self, ref: BlockRef, nbytes: int, fmt: str, owner: Owner, extents: tuple[Extent, ...], checksum: bytes = b""
+        self,
+        ref: BlockRef,
+        nbytes: int,
+        fmt: str,
+        owner: Owner,
+        extents: tuple[Extent, ...],
+        *,
+        checksum: bytes = b"",
+        hint: Hint | None = None,
+        rank: Rank = (False, 0),
     ) -> None:
-        super().__init__(ref, nbytes, fmt, owner)
+        # Not through `super()`: this is made once per block of every batch.
+        self.ref = ref
+        self.nbytes = nbytes
+        self.fmt = fmt
+        self.owner = owner
         self.extents = extents
         self.checksum = checksum
+        self.hint = hint
+        self.rank = rank
         self.moves = 0
 
     @property
@@ -30,13 +55,19 @@ class NvmeHandle(Handle):
         return self.extents[0].page
 
 
+def record_rank(exact: bool, fmt: str) -> Rank:  # noqa: FBT001
+    """A record is replaced only by one of higher rank."""
+    return exact, fidelity(fmt)
+
+
 class _Lease:
     """How often a record's pages are leased or read. `removed`: its last lease frees them."""
 
-    __slots__ = ("count", "removed", "row")
+    __slots__ = ("count", "extents", "removed", "row")
 
-    def __init__(self, row: int) -> None:
+    def __init__(self, extents: tuple[Extent, ...], row: int) -> None:
         self.count = 0
+        self.extents = extents
         self.row = row
         self.removed = False
 
@@ -49,7 +80,7 @@ class Holds:
     Attributes:
         leases, reservations: live handles.
         closed: the tier is; all holds have ended.
-        pending: (key, exact) of every reservation, from before it has pages.
+        pending: ranks of the reservations of each key, from before they have pages.
 
     Invariants:
         1. A page that is leased or doomed gets no new lease of a later record before it is neither.
@@ -60,7 +91,7 @@ class Holds:
         self.closed = False
         self.leases: set[NvmeHandle] = set()
         self.reservations: set[NvmeHandle] = set()
-        self.pending: set[tuple[bytes, bool]] = set()
+        self.pending: dict[bytes, list[Rank]] = {}
         self._by_page: dict[int, _Lease] = {}
         self._doomed: Counter[int] = Counter()
 
@@ -74,10 +105,14 @@ class Holds:
     def lease(self, handle: NvmeHandle, row: int) -> None:
         """Begin a reader's lease."""
         self.leases.add(handle)
-        self._by_page.setdefault(handle.page, _Lease(row)).count += 1
+        page = handle.extents[0].page
+        lease = self._by_page.get(page)
+        if lease is None:
+            lease = self._by_page[page] = _Lease(handle.extents, row)
+        lease.count += 1
 
-    def end_leases(self, handles: Iterable[NvmeHandle]) -> list[int]:
-        """End leases; returns the first pages of removed records that this frees."""
+    def end_leases(self, handles: Iterable[NvmeHandle]) -> list[Extent]:
+        """End leases; returns the pages of removed records that this frees."""
         self.leases.difference_update(handles)
         return self.unhold(handles)
 
@@ -86,16 +121,17 @@ class Holds:
         for handle in handles:
             self._by_page[handle.page].count += 1
 
-    def unhold(self, handles: Iterable[NvmeHandle]) -> list[int]:
-        """Undo `hold`; returns the first pages of removed records that this frees."""
-        freed: list[int] = []
+    def unhold(self, handles: Iterable[NvmeHandle]) -> list[Extent]:
+        """Undo `hold`; returns the pages of removed records that this frees."""
+        freed: list[Extent] = []
         for handle in handles:
-            lease = self._by_page[handle.page]
+            page = handle.extents[0].page
+            lease = self._by_page[page]
             lease.count -= 1
             if not lease.count:
-                del self._by_page[handle.page]
+                del self._by_page[page]
                 if lease.removed:
-                    freed.append(handle.page)
+                    freed += lease.extents
         return freed
 
     def leased_rows(self) -> list[int]:
@@ -148,12 +184,29 @@ class Holds:
             raise LeaseError(f"the same {kind} twice in a batch of {len(handles)}: each may be used once")
         return good
 
-    def reserve(self, handle: NvmeHandle) -> None:
-        """Begin a writer's reservation."""
-        self.reservations.add(handle)
-        self.pending.add((handle.ref.key, handle.ref.exact))
+    def promise(self, key: bytes, rank: Rank) -> bool:
+        """A record of this rank is about to be written; False if one of no lower rank is already."""
+        ranks = self.pending.setdefault(key, [])
+        if ranks and max(ranks) >= rank:
+            return False
+        ranks.append(rank)
+        return True
+
+    def break_promise(self, key: bytes, rank: Rank) -> None:
+        """It was written, or will not be."""
+        ranks = self.pending[key]
+        ranks.remove(rank)
+        if not ranks:
+            del self.pending[key]
 
     def end_reservation(self, handle: NvmeHandle) -> None:
         """It was committed or aborted."""
         self.reservations.discard(handle)
-        self.pending.discard((handle.ref.key, handle.ref.exact))
+        self.break_promise(handle.ref.key, handle.rank)
+
+    def of_owner(self, owner: Owner) -> tuple[list[NvmeHandle], list[NvmeHandle]]:
+        """Leases and reservations of an owner."""
+        return (
+            [handle for handle in self.leases if handle.owner == owner],
+            [handle for handle in self.reservations if handle.owner == owner],
+        )

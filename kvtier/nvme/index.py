@@ -76,15 +76,16 @@ class Index:
 
     Args:
         path: its directory, made if absent.
-        pages: how many pages the segments may have.
+        pages: how many pages the segments may have; None to keep what the index was made for.
         durable: every commit reaches the disk before it returns.
+        writable: False to look only, at an index that exists.
 
     Raises:
         DamagedIndex: what is there cannot be read.
         TierUnavailable: the system refuses the files.
     """
 
-    def __init__(self, path: Path, pages: int, *, durable: bool) -> None:
+    def __init__(self, path: Path, pages: int | None, *, durable: bool, writable: bool = True) -> None:
         self._path = path
         self._pid = os.getpid()
         self.damaged = False
@@ -94,14 +95,16 @@ class Index:
         with self._translated():
             self._env = lmdb.open(
                 str(path),
-                map_size=map_bytes_for(pages),
+                map_size=0 if pages is None else map_bytes_for(pages),
                 max_dbs=len(DATABASES),
                 max_readers=_READERS,
                 sync=durable,
                 metasync=False,
+                readonly=not writable,
+                create=writable,
             )
             self._env.reader_check()
-            self._dbs = {name: self._env.open_db(name.encode()) for name in DATABASES}
+            self._dbs = {name: self._env.open_db(name.encode(), create=writable) for name in DATABASES}
         self._names = Names(self._dbs["names"])
 
     @property
@@ -159,7 +162,9 @@ class Index:
 
     def _begin(self, lock: "threading.Lock | None", *, write: bool = False) -> Any:
         if self.forked:
-            raise TierUnavailable(f"the index {self._path} was opened before a fork: open the tier in the child")
+            raise TierUnavailable(
+                f"the index {self._path} was opened before a fork: open the tier in a process that is spawned"
+            )
         while True:
             self._enter()
             if lock is not None:
@@ -231,6 +236,13 @@ class Index:
         """Write everything committed to the disk."""
         with self._translated():
             self._env.sync(True)
+
+    def compact_into(self, path: Path) -> None:
+        """Write a copy without unused pages into another directory, synchronised."""
+        with self._translated():
+            self._env.copy(str(path), compact=True)
+        with (path / "data.mdb").open("rb") as file:
+            os.fsync(file.fileno())
 
     def nbytes(self) -> int:
         """Size of the data file."""

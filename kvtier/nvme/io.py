@@ -9,6 +9,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import addressof, c_char
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,19 +24,31 @@ __all__ = ["BlockIO", "Transfer"]
 _RUN_PAGES = 1024
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SHARE_BYTES = 1 << 20
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Transfer(NamedTuple):
-    """One record and the caller's memory for it, uint8, at least `nbytes` long."""
+    """One record and the caller's memory for it, uint8, at least `nbytes` long, which begins at `address`."""
 
     extents: tuple[Extent, ...]
     nbytes: int
     data: NDArray[np.uint8]
+    address: int
+
+    @classmethod
+    def of(cls, extents: tuple[Extent, ...], nbytes: int, buffer: memoryview | NDArray[np.uint8]) -> "Transfer":
+        """Of a contiguous buffer."""
+        data = np.frombuffer(buffer, np.uint8)
+        # numpy takes five times as long as ctypes to tell an address, but ctypes wants to write there.
+        told = addressof(c_char.from_buffer(data)) if data.flags.writeable else None  # type: ignore[arg-type]
+        address = data.__array_interface__["data"][0] if told is None else told
+        return cls(extents, nbytes, data, address)
 
 
 class _Piece(NamedTuple):
-    item: int
     page: int
+    pages: int
+    item: int
     buffer: NDArray[np.uint8]
 
 
@@ -60,9 +74,9 @@ class BlockIO:
         count = max(1, min(self._threads, total // _SHARE_BYTES))
         return [order[start:stop] for start, stop in _cuts([items[at].nbytes for at in order], count)]
 
-    def submit(self, work: Callable[[list[int]], None], share: list[int]) -> None:
-        """Call `work(share)` in a worker."""
-        self._pool.submit(work, share)
+    def submit(self, work: Callable[[int, list[int]], None], number: int, share: list[int]) -> None:
+        """Call `work(number, share)` in a worker."""
+        self._pool.submit(work, number, share)
 
     def windows(self, items: Sequence[Transfer], share: Sequence[int]) -> Iterator[list[int]]:
         """Consecutive indices of a share that move together."""
@@ -111,18 +125,33 @@ class BlockIO:
 
     def _lay_out(self, items: Sequence[Transfer]) -> tuple[list[tuple[Transfer, int, NDArray[np.uint8]]], list[_Piece]]:
         """Which part of each item goes through which bounce buffer, and what goes where."""
-        starts = [self._direct_bytes(item) for item in items]
-        needed = [pages_for(item.nbytes) * PAGE - start for item, start in zip(items, starts, strict=True)]
-        memory, at = self._bounce(sum(needed)), 0
-        bounced: list[tuple[Transfer, int, NDArray[np.uint8]]] = []
         pieces: list[_Piece] = []
-        for number, (item, start, extra) in enumerate(zip(items, starts, needed, strict=True)):
+        indirect: list[tuple[int, Transfer, int]] = []
+        needed = 0
+        for number, item in enumerate(items):
+            start, pages = self._direct_bytes(item), pages_for(item.nbytes)
+            extra = pages * PAGE - start
+            if not extra and self._in_one_piece(item, pages):
+                pieces.append(_Piece(item.extents[0].page, pages, number, item.data[:start]))
+            else:
+                indirect.append((number, item, start))
+                needed += extra
+        memory = self._bounce(needed) if needed else _NOTHING
+        bounced: list[tuple[Transfer, int, NDArray[np.uint8]]] = []
+        at = 0
+        for number, item, start in indirect:
+            extra = pages_for(item.nbytes) * PAGE - start
             bounce = memory[at : at + extra]
             at += extra
             if extra:
                 bounced.append((item, start, bounce))
             pieces += self._pieces(number, item, start, bounce)
         return bounced, pieces
+
+    def _in_one_piece(self, item: Transfer, pages: int) -> bool:
+        """Whether an item is one extent of one file, and short enough for one call."""
+        files = self._segments.pages_per_file
+        return len(item.extents) == 1 and item.extents[0].page % files + pages <= files and pages <= _RUN_PAGES
 
     def _pieces(self, number: int, item: Transfer, start: int, bounce: NDArray[np.uint8]) -> Iterator[_Piece]:
         """The item's bytes, cut where its extents, a file, one call or its direct part end."""
@@ -132,12 +161,12 @@ class BlockIO:
                 to_file_end = self._segments.pages_per_file - page % self._segments.pages_per_file
                 count = min(left, to_file_end, _RUN_PAGES, direct - at if at < direct else left)
                 source, first = (item.data, at) if at < direct else (bounce, at - direct)
-                yield _Piece(number, page, source[first * PAGE : (first + count) * PAGE])
+                yield _Piece(page, count, number, source[first * PAGE : (first + count) * PAGE])
                 page, left, at = page + count, left - count, at + count  # noqa: PLW2901
 
     def _direct_bytes(self, item: Transfer) -> int:
         """How many leading bytes, whole pages, move without a copy."""
-        if self._segments.direct and item.data.ctypes.data % PAGE:
+        if self._segments.direct and item.address % PAGE:
             return 0
         padded = pages_for(item.nbytes) * PAGE
         return padded if item.data.nbytes >= padded else item.nbytes // PAGE * PAGE
@@ -152,14 +181,14 @@ class BlockIO:
         """Pieces on adjacent pages of one file, at most 4 MiB and one call's buffers."""
         run: list[_Piece] = []
         end = pages = 0
-        for piece in sorted(pieces, key=lambda piece: piece.page):
-            count = piece.buffer.nbytes // PAGE
-            adjacent = piece.page == end and piece.page % self._segments.pages_per_file
+        for piece in sorted(pieces, key=itemgetter(0)):
+            page, count = piece[:2]
+            adjacent = page == end and page % self._segments.pages_per_file
             if run and not (adjacent and pages + count <= _RUN_PAGES and len(run) < _IOV_MAX):
                 yield run
                 run, pages = [], 0
             run.append(piece)
-            end, pages = piece.page + count, pages + count
+            end, pages = page + count, pages + count
         if run:
             yield run
 

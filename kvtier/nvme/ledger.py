@@ -3,33 +3,37 @@
 total = unprepared + free + preparing + reserved + used         pages
 
 used        extents of records                                  database `blk`
-reserved    being written, or removed while still leased        database `resv`
+reserved    a writer's: its arena, what it writes, and what     database `resv`
+            was removed while it is still leased
 preparing   being zero-filled for their first use               database `resv`
 free        ready for use                                       database `free`
 unprepared  never used so far: all pages from `prepared` on     a number in `meta`
 """
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from kvtier.errors import FormatMismatch
-from kvtier.keys import namespace_digest, namespace_index
-from kvtier.nvme.extents import MAX_FRAGMENTS, Extent, FreeMap
+from kvtier.keys import STORE_KEY_BYTES, namespace_digest, namespace_index
+from kvtier.nvme.extents import PAGE, Extent, FreeMap, merged, pages_for
 from kvtier.tiers import BlockRef
 
 __all__ = ["DATABASES", "Hold", "Ledger", "Names", "Record", "State"]
 
 DATABASES = ("blk", "free", "resv", "names", "meta")
 
-_RECORD = struct.Struct("<6I I B B i I I 16s 16s")
-_HOLD = struct.Struct("<16s B 6I")
+# page, nbytes, format, flags, depth, namespace, row, parent, checksum: 54 bytes
+_RECORD = struct.Struct("<I I B B i I I 16s 16s")
+# Only a record of several extents says how long each is: pages of the first, then the others.
+_PARTS = struct.Struct("<5I")
+_HOLD = struct.Struct("<16s B I")
 _STATE = struct.Struct("<5Q")
 _PAGE = struct.Struct(">I")
 _ID = struct.Struct("<I")
-_EXACT, _HAS_PARENT = 1, 2
-_NO_PARENT = bytes(16)
-_NO_EXTENT = Extent(0, 0)
+_FLAGS_AT = 9
+_EXACT, _HAS_PARENT, _SPLIT = 1, 2, 4
+_NO_PARENT = bytes(STORE_KEY_BYTES)
 _MAX_FORMAT = 255
 
 
@@ -52,30 +56,46 @@ class Record(NamedTuple):
         return self.extents[0].page
 
     def pack(self) -> bytes:
-        """Its 74 bytes in the index."""
-        flags = self.exact * _EXACT + (self.parent is not None) * _HAS_PARENT
-        numbers = (self.nbytes, self.fmt, flags, self.depth, self.ns, self.row)
-        return _RECORD.pack(*_flat(self.extents), *numbers, self.parent or _NO_PARENT, self.checksum)
+        """Its 54 bytes in the index, 74 if it lies in several extents."""
+        extents, nbytes, fmt, exact, depth, ns, row, parent, checksum = self
+        split = len(extents) > 1
+        flags = exact * _EXACT + (parent is not None) * _HAS_PARENT + split * _SPLIT
+        packed = _RECORD.pack(
+            extents[0].page, nbytes, fmt, flags, depth, ns, row, _NO_PARENT if parent is None else parent, checksum
+        )
+        if not split:
+            return packed
+        numbers = [extents[0].pages, *(number for extent in extents[1:] for number in extent), 0, 0]
+        return packed + _PARTS.pack(*numbers[:5])
 
     @classmethod
     def unpack(cls, data: bytes) -> "Record":
         """Inverse of `pack`."""
-        *flat, nbytes, fmt, flags, depth, ns, row, parent, checksum = _RECORD.unpack(data)
-        known_parent = parent if flags & _HAS_PARENT else None
-        return cls(_extents(flat), nbytes, fmt, bool(flags & _EXACT), depth, ns, row, known_parent, checksum)
+        page, nbytes, fmt, flags, depth, ns, row, parent, checksum = _RECORD.unpack_from(data)
+        extents: tuple[Extent, ...] = (Extent(page, -(-nbytes // PAGE)),)
+        if flags & _SPLIT:
+            first, *rest = _PARTS.unpack_from(data, _RECORD.size)
+            parts = [Extent(page, first), Extent(*rest[:2]), Extent(*rest[2:])]
+            extents = tuple(part for part in parts if part.pages)
+        return cls(
+            extents,
+            nbytes,
+            fmt,
+            flags & _EXACT != 0,
+            depth,
+            ns,
+            row,
+            parent if flags & _HAS_PARENT else None,
+            checksum,
+        )
 
 
 class Hold(NamedTuple):
-    """Pages that a living writer holds. `preparing`: no record's, but being zero-filled."""
+    """Pages that a living writer holds. `preparing`: being zero-filled, nobody's so far."""
 
+    extent: Extent
     writer: bytes
     preparing: bool
-    extents: tuple[Extent, ...]
-
-    @property
-    def pages(self) -> int:
-        """How many."""
-        return _pages(self.extents)
 
 
 class State(NamedTuple):
@@ -94,19 +114,8 @@ class State(NamedTuple):
 
     @property
     def occupied(self) -> int:
-        """Pages that hold, or are about to hold, blocks."""
+        """Pages that hold blocks, or that writers have set aside for some."""
         return self.used + self.reserved
-
-
-def _flat(extents: Sequence[Extent]) -> tuple[int, ...]:
-    padded = (*extents, _NO_EXTENT, _NO_EXTENT)[:MAX_FRAGMENTS]
-    return tuple(number for extent in padded for number in extent)
-
-
-def _extents(flat: Sequence[int]) -> tuple[Extent, ...]:
-    if not flat[3]:  # nearly every record is one extent
-        return (Extent(flat[0], flat[1]),)
-    return tuple(Extent(flat[at], flat[at + 1]) for at in range(0, 2 * MAX_FRAGMENTS, 2) if flat[at + 1])
 
 
 def _pages(extents: Sequence[Extent]) -> int:
@@ -120,33 +129,69 @@ class Names:
         db: the database `names`.
     """
 
-    __slots__ = ("_db", "_values")
+    __slots__ = ("_db", "_formats", "_ids", "_namespaces")
 
     def __init__(self, db: Any) -> None:
         self._db = db
-        self._values: dict[tuple[bytes, int], bytes] = {}
+        # Committed ids never change, so they are remembered; those of a transaction under way are not.
+        self._ids: dict[bytes, int] = {}
+        self._formats: dict[int, str] = {}
+        self._namespaces: dict[int, int] = {}
 
-    def intern(self, txn: Any, kind: bytes, value: bytes) -> int:
-        """The id of a value, given to it now if it has none. Needs a write transaction."""
-        known = txn.get(kind + value, db=self._db)
+    def intern(self, txn: Any, name: bytes, fresh: set[bytes]) -> int:
+        """The id of a name (its kind, `n` or `f`, and its value), given to it now if it has none.
+
+        Args:
+            txn: a write transaction.
+            name: see above.
+            fresh: names that this transaction has given an id; they are known to it only.
+        """
+        known = self._ids.get(name)
         if known is not None:
-            return cast(int, _ID.unpack(known)[0])
-        counter = b"#" + kind
-        fresh = cast(int, _ID.unpack(txn.get(counter, _ID.pack(0), db=self._db))[0])
-        if kind == b"f" and fresh > _MAX_FORMAT:
-            raise FormatMismatch(f"format {value!r}: the directory knows {fresh} others already; use a fresh one")
-        txn.put(counter, _ID.pack(fresh + 1), db=self._db)
-        txn.put(kind + value, _ID.pack(fresh), db=self._db)
-        txn.put(counter + _ID.pack(fresh), value, db=self._db)
-        return fresh
+            return known
+        packed = txn.get(name, db=self._db)
+        if packed is not None:
+            number = cast(int, _ID.unpack(packed)[0])
+            if name not in fresh:
+                self._ids[name] = number
+            return number
+        kind, counter = name[:1], b"#" + name[:1]
+        number = cast(int, _ID.unpack(txn.get(counter, _ID.pack(0), db=self._db))[0])
+        if kind == b"f" and number > _MAX_FORMAT:
+            raise FormatMismatch(f"format {name[1:]!r}: the directory knows {number} others already; use a fresh one")
+        txn.put(counter, _ID.pack(number + 1), db=self._db)
+        txn.put(name, _ID.pack(number), db=self._db)
+        txn.put(counter + _ID.pack(number), name[1:], db=self._db)
+        fresh.add(name)
+        return number
 
-    def value(self, txn: Any, kind: bytes, number: int) -> bytes:
-        """The value behind an id. Remembered, because committed ids never change: ask for committed ones only."""
-        known = self._values.get((kind, number))
+    def format(self, txn: Any, number: int) -> str:
+        """The format id behind a committed number."""
+        known = self._formats.get(number)
         if known is None:
-            known = cast(bytes, txn.get(b"#" + kind + _ID.pack(number), db=self._db))
-            self._values[kind, number] = known
+            known = self._formats[number] = self._value(txn, b"f", number).decode()
         return known
+
+    def namespace(self, txn: Any, number: int) -> int:
+        """This process's index of the namespace behind a committed number."""
+        known = self._namespaces.get(number)
+        if known is None:
+            known = self._namespaces[number] = namespace_index(self._value(txn, b"n", number))
+        return known
+
+    def namespaces(self, txn: Any) -> list[int]:
+        """This process's indices of all namespaces that have a committed number."""
+        found = []
+        with txn.cursor(self._db) as cursor:
+            if cursor.set_range(b"#n\0"):  # behind the counter, `#n`
+                for key, value in cursor:
+                    if not key.startswith(b"#n"):
+                        break
+                    found.append(namespace_index(value))
+        return found
+
+    def _value(self, txn: Any, kind: bytes, number: int) -> bytes:
+        return cast(bytes, txn.get(b"#" + kind + _ID.pack(number), db=self._db))
 
 
 class Ledger:
@@ -158,26 +203,37 @@ class Ledger:
         names: shared by all ledgers of the process.
     """
 
-    __slots__ = ("_blk", "_dbs", "_freed", "_names", "_stored", "free", "state", "txn")
+    __slots__ = ("_blk", "_dbs", "_freed", "_fresh", "_names", "_preparing", "_reserved", "_resv", "_stored", "_used",
+                 "free", "prepared", "total", "txn")  # fmt: skip
 
     def __init__(self, txn: Any, dbs: Mapping[str, Any], names: Names) -> None:
         self.txn = txn
         self.free = FreeMap(txn, dbs["free"])
         self._dbs = dbs
         self._blk = dbs["blk"]
+        self._resv = dbs["resv"]
         self._names = names
         self._freed: list[Extent] = []
+        self._fresh: set[bytes] = set()
         packed = txn.get(b"state", db=dbs["meta"])
-        self.state = State(*_STATE.unpack(packed)) if packed else State()
-        self._stored = self.state
+        self.state = self._stored = State(*_STATE.unpack(packed)) if packed else State()
+
+    @property
+    def state(self) -> State:
+        """The sums, pages freed by this transaction included."""
+        return State(self.total, self.prepared, self._used, self._reserved, self._preparing)
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.total, self.prepared, self._used, self._reserved, self._preparing = state
 
     def save(self) -> None:
         """Store the sums, and the pages that became free, joined; before the commit."""
         self.free.add(self._freed)
         self._freed = []
         if self.state != self._stored:
-            self.txn.put(b"state", _STATE.pack(*self.state), db=self._dbs["meta"])
             self._stored = self.state
+            self.txn.put(b"state", _STATE.pack(*self._stored), db=self._dbs["meta"])
 
     # ---- records
 
@@ -188,82 +244,111 @@ class Ledger:
 
     def get(self, key: bytes) -> Record | None:
         """The record of a key."""
-        data = self.txn.get(key, db=self._blk)
+        data = self.txn.get(key, None, self._blk)
         return None if data is None else Record.unpack(data)
 
-    def has(self, key: bytes) -> bool:
-        """Whether a key has a record."""
-        return self.txn.get(key, db=self._blk) is not None
+    def present(self, keys: Sequence[bytes], *, exact: bool = False) -> list[bool]:
+        """Which keys have a record, an exact one if asked."""
+        get, blk = self.txn.get, self._blk
+        if exact:
+            return [(data := get(key, None, blk)) is not None and data[_FLAGS_AT] & _EXACT != 0 for key in keys]
+        return [get(key, None, blk) is not None for key in keys]
 
-    def records(self, start: bytes = bytes(16)) -> Iterator[tuple[bytes, Record]]:
+    def at_row(self, head: bytes, row: int) -> tuple[bytes, Record] | None:
+        """The record that recency row `row` belongs to, found by the head of its key."""
+        for key, record in self.records(head.ljust(STORE_KEY_BYTES, b"\0")):
+            if not key.startswith(head):
+                break
+            if record.row == row:
+                return key, record
+        return None
+
+    def records(self, start: bytes = bytes(STORE_KEY_BYTES)) -> Iterator[tuple[bytes, Record]]:
         """All records from the key `start` on, in key order."""
         with self.txn.cursor(self._blk) as cursor:
             if cursor.set_range(start):
                 for key, data in cursor:
                     yield key, Record.unpack(data)
 
-    def ancestors(self, key: bytes | None) -> Iterator[bytes]:
-        """`key` and its chain of parents, as far up as they are here."""
-        while key is not None and (record := self.get(key)) is not None:
-            yield key
-            key = record.parent
-
     def ref(self, key: bytes, record: Record) -> BlockRef:
         """How tiers speak of a record."""
-        ns = namespace_index(self._names.value(self.txn, b"n", record.ns))
-        return BlockRef(key, ns, record.depth, record.parent, record.exact)
+        return BlockRef(key, self._names.namespace(self.txn, record.ns), record.depth, record.parent, record.exact)
+
+    def namespaces(self) -> list[int]:
+        """All namespaces that ever had a block here."""
+        return self._names.namespaces(self.txn)
 
     def fmt(self, record: Record) -> str:
         """A record's format id."""
-        return self._names.value(self.txn, b"f", record.fmt).decode()
+        return self._names.format(self.txn, record.fmt)
 
     def namespace(self, index: int) -> int:
         """The directory's id for a namespace of this process."""
-        return self._names.intern(self.txn, b"n", namespace_digest(index))
+        return self._names.intern(self.txn, b"n" + namespace_digest(index), self._fresh)
 
     def format(self, fmt: str) -> int:
         """The directory's id for a format."""
-        return self._names.intern(self.txn, b"f", fmt.encode())
+        return self._names.intern(self.txn, b"f" + fmt.encode(), self._fresh)
 
     def insert(self, key: bytes, record: Record) -> None:
         """Make a record of pages that were taken out of the reservations."""
         self.txn.put(key, record.pack(), db=self._blk)
-        self.state = self.state._replace(used=self.state.used + _pages(record.extents))
+        self._used += pages_for(record.nbytes)
 
-    def drop(self, key: bytes, record: Record, keeper: bytes | None = None) -> None:
-        """Delete a record; its pages become free, or `keeper`'s for as long as somebody reads them."""
+    def drop(self, key: bytes, record: Record) -> None:
+        """Delete a record; its pages are the caller's to `release` or `hold`."""
         self.txn.delete(key, db=self._blk)
-        self.state = self.state._replace(used=self.state.used - _pages(record.extents))
-        if keeper is None:
-            self.release(record.extents)
-        else:
-            self._hold(Hold(keeper, preparing=False, extents=record.extents))
+        self._used -= pages_for(record.nbytes)
+
+    def move(self, key: bytes, record: Record) -> None:
+        """Store a record anew on the same pages."""
+        self.txn.put(key, record.pack(), db=self._blk)
 
     # ---- reservations
 
-    def reserve(self, sizes: Sequence[int], writer: bytes) -> list[tuple[Extent, ...]]:
-        """Take free pages for as many of the leading sizes (in pages) as fit; see `FreeMap.take`."""
-        taken = self.free.take(sizes)
-        for extents in taken:
-            self._hold(Hold(writer, preparing=False, extents=extents))
+    def take(self, least: int, most: int, writer: bytes) -> list[Extent]:
+        """Turn free pages into a writer's; see `FreeMap.take`."""
+        taken = self.free.take(least, most)
+        self.hold(taken, writer)
         return taken
 
-    def end_hold(self, page: int, writer: bytes) -> tuple[Extent, ...]:
-        """Take pages out of the holds, for a record or to free them. Empty if they are not `writer`'s."""
-        data = self.txn.get(_PAGE.pack(page), db=self._dbs["resv"])
-        if data is None:
-            return ()
-        hold = _unpack_hold(data)
-        if hold.writer != writer:
-            return ()
-        self.txn.delete(_PAGE.pack(page), db=self._dbs["resv"])
-        self._count_hold(hold, -hold.pages)
-        return hold.extents
+    def hold(self, extents: Iterable[Extent], writer: bytes, *, preparing: bool = False) -> None:
+        """Enter pages that are nobody's as a writer's."""
+        for extent in merged(extents):
+            self._put_hold(Hold(extent, writer, preparing))
+            self._count_hold(preparing, extent.pages)
 
-    def free_holds(self, pages: Sequence[int], writer: bytes) -> None:
-        """End holds of a writer, named by their first pages, and free their pages."""
-        for page in pages:
-            self.release(self.end_hold(page, writer))
+    def unhold(self, extent: Extent, writer: bytes) -> bool:
+        """Take pages out of the holds, for records or to free them; False, and no change, if some are not `writer`'s.
+
+        They may be parts of holds, and of several.
+        """
+        parts: list[tuple[Hold, Extent]] = []
+        page = extent.page
+        with self.txn.cursor(self._resv) as cursor:
+            while page < extent.end:
+                hold = _hold_over(cursor, page)
+                if hold is None or hold.writer != writer:
+                    return False
+                part = Extent(page, min(extent.end, hold.extent.end) - page)
+                parts.append((hold, part))
+                page = part.end
+        for hold, part in parts:
+            start, end = hold.extent.page, hold.extent.end
+            if part.page == start:
+                self.txn.delete(_PAGE.pack(start), db=self._resv)
+            else:
+                self._put_hold(hold._replace(extent=Extent(start, part.page - start)))
+            if part.end < end:
+                self._put_hold(hold._replace(extent=Extent(part.end, end - part.end)))
+            self._count_hold(hold.preparing, -part.pages)
+        return True
+
+    def free_held(self, extents: Iterable[Extent], writer: bytes) -> None:
+        """Free pages of a writer; those that are not its own any more stay as they are."""
+        for extent in merged(extents):
+            if self.unhold(extent, writer):
+                self.release([extent])
 
     def release(self, extents: Sequence[Extent]) -> None:
         """Free pages that are neither held nor a record's any more. The next transaction can take them."""
@@ -271,20 +356,22 @@ class Ledger:
 
     def holds(self) -> list[Hold]:
         """All holds."""
-        with self.txn.cursor(self._dbs["resv"]) as cursor:
-            return [_unpack_hold(data) for _, data in cursor]
+        with self.txn.cursor(self._resv) as cursor:
+            return [_unpack_hold(key, data) for key, data in cursor]
 
-    def _hold(self, hold: Hold) -> None:
-        data = _HOLD.pack(hold.writer, hold.preparing, *_flat(hold.extents))
-        self.txn.put(_PAGE.pack(hold.extents[0].page), data, db=self._dbs["resv"])
-        self._count_hold(hold, hold.pages)
+    def writers(self) -> set[bytes]:
+        """Who holds pages."""
+        return {hold.writer for hold in self.holds()}
 
-    def _count_hold(self, hold: Hold, pages: int) -> None:
-        state = self.state
-        if hold.preparing:
-            self.state = state._replace(preparing=state.preparing + pages)
+    def _put_hold(self, hold: Hold) -> None:
+        data = _HOLD.pack(hold.writer, hold.preparing, hold.extent.pages)
+        self.txn.put(_PAGE.pack(hold.extent.page), data, db=self._resv)
+
+    def _count_hold(self, preparing: bool, pages: int) -> None:  # noqa: FBT001
+        if preparing:
+            self._preparing += pages
         else:
-            self.state = state._replace(reserved=state.reserved + pages)
+            self._reserved += pages
 
     # ---- growing
 
@@ -294,18 +381,28 @@ class Ledger:
         Returns:
             False if they are not the next ones any more.
         """
-        state = self.state
-        if state.prepared != start or start + pages > state.total:
+        if self.prepared != start or start + pages > self.total:
             return False
-        self.state = state._replace(prepared=start + pages)
+        self.prepared = start + pages
         extent = Extent(start, pages)
         if writer is None:
             self.release([extent])
         else:
-            self._hold(Hold(writer, preparing=True, extents=(extent,)))
+            self.hold([extent], writer, preparing=True)
         return True
 
 
-def _unpack_hold(data: bytes) -> Hold:
-    writer, preparing, *flat = _HOLD.unpack(data)
-    return Hold(writer, bool(preparing), _extents(flat))
+def _unpack_hold(key: bytes, data: bytes) -> Hold:
+    writer, preparing, pages = _HOLD.unpack(data)
+    return Hold(Extent(_PAGE.unpack(key)[0], pages), writer, bool(preparing))
+
+
+def _hold_over(cursor: Any, page: int) -> Hold | None:
+    """The hold that a page belongs to."""
+    packed = _PAGE.pack(page)
+    exact = cursor.set_range(packed) and cursor.key() == packed
+    # Behind the last key `set_range` leaves no position to go back from.
+    if not exact and not cursor.prev() and not cursor.last():
+        return None
+    hold = _unpack_hold(cursor.key(), cursor.value())
+    return hold if hold.extent.page <= page < hold.extent.end else None

@@ -2,9 +2,11 @@
 
 import logging
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from kvtier.errors import CapacityError, ConfigError, CorruptObject, TierError, TierFull, TierUnavailable
+from kvtier.keys import STORE_KEY_BYTES
 from kvtier.nvme.counting import Counts
 from kvtier.nvme.directory import Directory
 from kvtier.nvme.extents import PAGE
@@ -14,11 +16,12 @@ from kvtier.nvme.recency import Recency
 from kvtier.nvme.segments import Segments, disk_free, takes_direct_io
 from kvtier.nvme.space import Space
 
-__all__ = ["NvmeOptions", "Opened", "open_directory"]
+__all__ = ["NvmeOptions", "Opened", "close_directory", "open_directory", "sync_directory"]
 
 _log = logging.getLogger(__name__)
 
 _MIN_CAPACITY = 1 << 20
+_RESTORED = 4096
 _MAX_PAGES = 2**32 - 1
 
 
@@ -60,16 +63,16 @@ class Opened:
     holds: Holds
 
 
-def open_directory(path: Path, capacity_bytes: int, options: NvmeOptions, counts: Counts) -> Opened:
-    """Open or make a directory, with the capacity given.
+def open_directory(path: Path, capacity_bytes: int | None, options: NvmeOptions, counts: Counts) -> Opened:
+    """Open or make a directory, with the capacity given; None keeps that of an existing one.
 
     Raises:
         CapacityError: the capacity is below 1 MiB, above 16 TiB, or the file system is full.
         ConfigError: the path cannot be a tier's, or others use it with a larger capacity.
         TierUnavailable: it cannot be opened; the message says what to do.
     """
-    total = capacity_bytes // PAGE
-    if capacity_bytes < _MIN_CAPACITY or total > _MAX_PAGES:
+    total = None if capacity_bytes is None else capacity_bytes // PAGE
+    if capacity_bytes is not None and not _MIN_CAPACITY <= capacity_bytes <= _MAX_PAGES * PAGE:
         raise CapacityError(f"NVMe capacity of {capacity_bytes} bytes: expected 1 MiB to 16 TiB")
     _check_disk(path, options)
     directory = Directory(path, options.segment_bytes)
@@ -100,7 +103,7 @@ def _check_disk(path: Path, options: NvmeOptions) -> None:
         )
 
 
-def _open_locked(directory: Directory, total: int, options: NvmeOptions, counts: Counts) -> Opened:
+def _open_locked(directory: Directory, total: int | None, options: NvmeOptions, counts: Counts) -> Opened:
     directory.load()
     alone = not directory.others()
     reason = directory.untrusted()
@@ -119,7 +122,9 @@ def _open_locked(directory: Directory, total: int, options: NvmeOptions, counts:
     return _open_parts(directory, total, options, counts, alone=alone)
 
 
-def _open_parts(directory: Directory, total: int, options: NvmeOptions, counts: Counts, *, alone: bool) -> Opened:
+def _open_parts(
+    directory: Directory, total: int | None, options: NvmeOptions, counts: Counts, *, alone: bool
+) -> Opened:
     directory.enter(durable=options.durable)
     index = _open_index(directory.path / "index", total, durable=options.durable, alone=alone)
     recency: Recency | None = None
@@ -135,11 +140,10 @@ def _open_parts(directory: Directory, total: int, options: NvmeOptions, counts: 
             recency.close()
         index.close()
         raise
-    space.start()
     return opened
 
 
-def _open_index(path: Path, total: int, *, durable: bool, alone: bool) -> Index:
+def _open_index(path: Path, total: int | None, *, durable: bool, alone: bool) -> Index:
     data_file = path / "data.mdb"
     missing = missing_bytes(data_file) if alone else 0
     if missing:
@@ -163,15 +167,17 @@ def _open_segments(directory: Directory, counts: Counts) -> Segments:
     return Segments(directory.path, directory.meta.segment_bytes // PAGE, direct=direct)
 
 
-def _settle(opened: Opened, total: int, *, alone: bool) -> None:
+def _settle(opened: Opened, total: int | None, *, alone: bool) -> None:
     """Bring holds of the dead, the capacity and the recency rows in order."""
     directory, space, index = opened.directory, opened.space, opened.index
     with index.read() as ledger:
-        writers = {hold.writer for hold in ledger.holds()}
-        current = ledger.state.total
+        writers = ledger.writers()
+        current = ledger.total
     space.reclaim_from(directory.dead(writers))
     if opened.recency.fresh:
         _restore_recency(opened)
+    if total is None:
+        return
     if total >= current:
         space.grow_total(total)
     elif alone:
@@ -183,7 +189,43 @@ def _settle(opened: Opened, total: int, *, alone: bool) -> None:
         )
 
 
+def sync_directory(opened: Opened, counts: Counts) -> bool:
+    """Have the disk keep everything committed; False, and counted, if it refuses."""
+    try:
+        opened.segments.sync()
+        opened.index.flush()
+        opened.recency.flush()
+    except (OSError, TierFull) as error:
+        counts.failed("flush", error)
+        return False
+    return True
+
+
+def close_directory(opened: Opened, counts: Counts) -> None:
+    """Free what this writer holds and let go; the last one leaves the directory marked clean."""
+    directory = opened.directory
+    try:
+        opened.space.close()
+        with directory.exclusive():
+            opened.space.reclaim_from({directory.writer})
+            directory.leave(clean=sync_directory(opened, counts), damaged=opened.index.damaged)
+    except (TierError, OSError) as error:
+        counts.failed("close", error)
+        with directory.exclusive():
+            directory.leave(clean=False, damaged=opened.index.damaged)
+    finally:
+        opened.index.close()
+        opened.recency.close()
+        opened.segments.close()
+        directory.drop()
+
+
 def _restore_recency(opened: Opened) -> None:
-    with opened.index.write() as ledger:
-        for key, record in ledger.records():
-            opened.recency.restore(record.row, ledger.ref(key, record))
+    """Enter all records into a recency file that was made anew, some at a time."""
+    start = bytes(STORE_KEY_BYTES)
+    while start:
+        with opened.index.write() as ledger:
+            batch = list(islice(ledger.records(start), _RESTORED))
+            if batch:
+                opened.recency.restore(ledger, batch)
+        start = batch[-1][0] + b"\0" if len(batch) == _RESTORED else b""

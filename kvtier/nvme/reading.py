@@ -1,47 +1,61 @@
-"""Reading: from keys to leases to verified bytes."""
+"""Reading: from keys to leases to verified bytes.
 
+A block that the disk does not give back, or gives back damaged, is a miss, and its record goes: the next look-up says
+so at once, and the next put stores the block anew. If its whole segment file is gone, so do all records in there.
+"""
+
+import errno
 import logging
 import time
 from collections.abc import Sequence
 
-from kvtier.errors import TierError
-from kvtier.nvme.batch import Batch, check_buffer, transfers
+from kvtier.errors import FormatMismatch, TierError
+from kvtier.hints import Hint
+from kvtier.nvme.batch import Batch, Deadlines, check_buffer, transfers
 from kvtier.nvme.counting import Counts
 from kvtier.nvme.holds import NvmeHandle
 from kvtier.nvme.io import BlockIO, Transfer
 from kvtier.nvme.opening import Opened
-from kvtier.tiers import Completions, Handle, Owner, Status, Ticket, block_checksum, expired
+from kvtier.nvme.segments import SegmentLost
+from kvtier.tiers import OWN_WORK, Completions, Handle, Owner, Status, Ticket, block_checksum, expired
 
 __all__ = ["Reader"]
 
 _log = logging.getLogger(__name__)
 
 _LOOKUPS = 256
+_LOST_ERRNOS = frozenset({errno.EIO, errno.EUCLEAN, errno.ENODATA, errno.EBADMSG, errno.EREMOTEIO})
 
 
 class Reader:
     """The reading verbs of `kvtier.tiers.Tier`. Thread-safe."""
 
-    def __init__(self, opened: Opened, blocks: BlockIO, completions: Completions, counts: Counts) -> None:
+    def __init__(
+        self, opened: Opened, blocks: BlockIO, deadlines: Deadlines, completions: Completions, counts: Counts
+    ) -> None:
         self._index = opened.index
         self._recency = opened.recency
         self._space = opened.space
         self._holds = opened.holds
         self._lock = opened.space.lock
+        self._segments = opened.segments
         self._blocks = blocks
+        self._deadlines = deadlines
         self._completions = completions
         self._counts = counts
 
-    def contains(self, keys: Sequence[bytes], deadline: float | None = None) -> Ticket:
+    def contains(self, keys: Sequence[bytes], deadline: float | None = None, *, exact: bool = False) -> Ticket:
         """See `Tier.contains`."""
         self._holds.require_open()
         if expired(deadline):
             return self._completions.finish(Ticket(), [Status.TIMEOUT] * len(keys))
         with self._index.read() as ledger:
-            statuses = [Status.OK if ledger.has(key) else Status.MISS for key in keys]
+            statuses = [Status.OK if there else Status.MISS for there in ledger.present(keys, exact=exact)]
         return self._completions.finish(Ticket(), statuses)
 
-    def acquire(self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None) -> Ticket:
+    def acquire(
+        self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None, *, exact: bool = False
+    ) -> Ticket:
         """See `Tier.acquire`. Verifies that the blocks are indexed; `read` verifies their bytes."""
         self._holds.require_open()
         if expired(deadline):
@@ -51,28 +65,33 @@ class Reader:
         with self._counts.timed("acquire"):
             for start in range(0, len(keys), _LOOKUPS):
                 batch = keys[start : start + _LOOKUPS]
-                handles += self._lease(batch, owner, rows)
+                handles += self._lease(batch, owner, rows, exact=exact)
                 if len(handles) < start + len(batch):
                     break
-            self._recency.renew(rows)
-        self._counts.add(self._counts.metrics.hit_blocks, len(handles))
-        self._counts.add(self._counts.metrics.missed_blocks, len(keys) - len(handles))
+            if not owner.startswith(OWN_WORK):
+                self._recency.renew(rows)
+        if not owner.startswith(OWN_WORK):
+            self._counts.add(self._counts.metrics.hit_blocks, len(handles))
+            self._counts.add(self._counts.metrics.missed_blocks, len(keys) - len(handles))
         missing = [Status.MISS] * (len(keys) - len(handles))
         return self._completions.finish(Ticket(), [Status.OK] * len(handles) + missing, handles)
 
-    def _lease(self, keys: Sequence[bytes], owner: Owner, rows: list[int]) -> list[NvmeHandle]:
+    def _lease(self, keys: Sequence[bytes], owner: Owner, rows: list[int], *, exact: bool) -> list[NvmeHandle]:
         handles: list[NvmeHandle] = []
+        holds = self._holds
         with self._index.read(self._lock) as ledger:
-            self._holds.require_open()
+            holds.require_open()
             for key in keys:
                 record = ledger.get(key)
-                if record is None or self._holds.is_doomed(record):
+                if record is None or (exact and not record.exact) or holds.is_doomed(record):
                     break
-                ref, fmt = ledger.ref(key, record), ledger.fmt(record)
-                handle = NvmeHandle(ref, record.nbytes, fmt, owner, record.extents, record.checksum)
-                self._holds.lease(handle, record.row)
+                extents, nbytes, _, _, _, _, row, _, checksum = record
+                handle = NvmeHandle(
+                    ledger.ref(key, record), nbytes, ledger.fmt(record), owner, extents, checksum=checksum
+                )
+                holds.lease(handle, row)
                 handles.append(handle)
-                rows.append(record.row)
+                rows.append(row)
         return handles
 
     def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
@@ -101,32 +120,47 @@ class Reader:
             finally:
                 self._completions.finish(ticket, statuses)
 
-        Batch(self._blocks, moving, deadline, move, done, Status.MISS).start()
+        Batch(self._blocks, moving, deadline, move, done, Status.MISS).start(self._deadlines)
         return ticket
 
     def _verified(self, handle: NvmeHandle, transfer: Transfer, error: OSError | None) -> Status:
         if error is not None:
             self._counts.failed("read", error)
+            self._heal(handle, error)
             return Status.MISS
         if block_checksum(handle.ref, handle.fmt, transfer.data[: handle.nbytes].data) == handle.checksum:
             return Status.OK
         try:
-            return self._remove_damaged(handle)
+            dropped = self._drop(handle)
         except TierError as failure:
             _log.warning("%s: a damaged block stays in the index: %s", self._counts.name, failure)
             return Status.CORRUPT
+        self._counts.add(self._counts.metrics.corrupt_blocks, dropped)
+        # Another process may have dropped the record and reused its pages: a race, no damage.
+        return Status.CORRUPT if dropped else Status.MISS
 
-    def _remove_damaged(self, handle: NvmeHandle) -> Status:
+    def _heal(self, handle: NvmeHandle, error: OSError) -> None:
+        """Drop what cannot be read again."""
+        try:
+            if isinstance(error, SegmentLost):
+                lost = self._drop(handle) + self._space.drop_between(*self._segments.pages_of(error.number))
+                self._segments.forget(error.number)
+                self._counts.evicted("segment_lost", lost)
+            elif error.errno in _LOST_ERRNOS and self._drop(handle):
+                self._counts.evicted("read_error", 1)
+        except TierError as failure:
+            _log.warning("%s: an unreadable block stays in the index: %s", self._counts.name, failure)
+
+    def _drop(self, handle: NvmeHandle) -> int:
+        """Drop the record that the handle stands for; 0 if it is another's by now."""
         key = handle.ref.key
         with self._space.changing() as change:
             record = change.ledger.get(key)
             if record is None or record.page != handle.page or record.checksum != handle.checksum:
-                # Another process dropped the record and reused its pages: a race, no damage.
-                return Status.MISS
+                return 0
             change.drop(key, record, spare_leased=False)
         self._space.forget_plan()
-        self._counts.add(self._counts.metrics.corrupt_blocks, 1)
-        return Status.CORRUPT
+        return 1
 
     def release(self, handles: Sequence[Handle]) -> None:
         """See `Tier.release`. After `close`, which ended all leases, nothing happens."""
@@ -135,3 +169,12 @@ class Reader:
                 return
             freed = self._holds.end_leases(self._holds.require(handles, leased=True))
         self._space.free(freed)
+
+    def hint(self, keys: Sequence[bytes], hints: Sequence[Hint]) -> None:
+        """See `Tier.hint`. For what counts here see `Recency.fill`."""
+        if len(keys) != len(hints):
+            raise FormatMismatch(f"{len(keys)} keys, {len(hints)} hints: expected as many of each")
+        self._holds.require_open()
+        with self._index.read() as ledger:
+            found = [(record.row, hint) for key, hint in zip(keys, hints, strict=True) if (record := ledger.get(key))]
+        self._recency.hint([row for row, _ in found], [hint for _, hint in found])

@@ -1,46 +1,53 @@
 """Recency: one row per record in a memory-mapped array beside the index, shared by all processes.
 
-file   [ header, 4 KiB: magic, uuid, clock, rows | row 0 | row 1 | ... ]
-row    stamp uint64, key 2 x uint64, first half of the parent's key uint64, depth int32, spare     40 bytes
+file   [ header, 4 KiB: magic, uuid, clock, rows, capacity, hand | row 0 | row 1 | ... ]
+row    stamp u64, first half of the key u64, tag of the parent's key u32, the parent's row u32,
+       expires u32 (Unix seconds), depth u16, ttl u16 (seconds)                                         32 bytes
 
 Rows are written while the index's write transaction is open and before it commits, so that every record has its
 row after a crash too. The reverse does not hold: a row whose record is gone is stale. Nobody trusts a row: the
 index decides, and stale rows are reused when they are met. Stamps may race; a lost one costs precision only.
 
-Victims, oldest first and deepest first among equals, are found with numpy over the whole array, a batch of some
-thousandths of it at a time. There, a block counts as recent as its most recent descendant, and as oldest of all
-if an ancestor is gone: nobody can reach it any more.
+Whoever uses a block also renews its ancestors, so that no row is older than its descendants. The walk stops at the
+first ancestor of the same age, in steps of a few thousandths of the array's span, which bounds its cost.
 """
 
 import mmap
 import os
-from collections.abc import Collection, Sequence
+import struct
+import time
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.nvme.ledger import Ledger
+from kvtier.hints import Hint
+from kvtier.nvme.ledger import Ledger, Record
+from kvtier.nvme.victims import NO_ROW, OLDEST, ROW, Victim, choose
 from kvtier.tiers import BlockRef
 
-__all__ = ["Recency", "Victim"]
+__all__ = ["HEAD_BYTES", "Recency"]
 
-_MAGIC = b"kvtrcy01"
+HEAD_BYTES = 8
+"""How much of a key a row names."""
+
+_MAGIC = b"kvtrcy02"
 _HEADER_BYTES = 4096
-_HEADER = np.dtype([("magic", "S8"), ("uuid", "S16"), ("clock", "<u8"), ("rows", "<u8"), ("capacity", "<u8")])
-_ROW = np.dtype([("stamp", "<u8"), ("key", "<u8", 2), ("parent", "<u8"), ("depth", "<i4"), ("spare", "<u4")])
-_GROWTH = 4096
-_STALE_AT_ONCE = 4096
-_NEVER = np.iinfo(np.uint64).max
-
-
-class Victim(NamedTuple):
-    """A row that may go: `stamp` tells whether it was used since."""
-
-    row: int
-    key: bytes
-    stamp: int
+_HEADER = np.dtype(
+    [("magic", "S8"), ("uuid", "S16"), ("clock", "<u8"), ("rows", "<u8"), ("capacity", "<u8"), ("hand", "<u8")]
+)
+_GROWTH = 65536
+_REMEMBERED = 65536
+_PROBED, _PROBED_EVERY = 4096, 16
+_FINENESS = 12  # ages are told apart in about 2**12 steps
+_MAX_DEPTH = 2**16 - 1
+_DEAD = 2**16 - 1
+"""The `ttl` of a record that its hint says will not be used again."""
+_MAX_TTL = _DEAD - 1
+_PACKED = struct.Struct("<Q8s4sIIHH")
+"""A row of `ROW`: of longer bytes, `8s` and `4s` take the head, which is what a row keeps of the keys."""
+_NO_PARENT = bytes(4)
 
 
 class Recency:
@@ -49,6 +56,7 @@ class Recency:
     Args:
         path: the file; made anew if it is absent, damaged or of another directory (see `fresh`).
         uuid: 16 bytes of the directory.
+        writable: False to look only; an unsound file then counts as an empty one.
 
     Attributes:
         fresh: the file was made anew: all records have to be entered again with `restore`.
@@ -56,20 +64,24 @@ class Recency:
     Invariant: rows change hands only while the index's write transaction is open.
     """
 
-    def __init__(self, path: Path, uuid: bytes) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def __init__(self, path: Path, uuid: bytes, *, writable: bool = True) -> None:
+        self._fd = os.open(path, (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | os.O_CLOEXEC, 0o644)
+        self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._header: NDArray[np.void]
+        self._rows: NDArray[np.void]
         self._stale: dict[int, None] = {}
+        self._probed = self._takes = 0
         try:
             self.fresh = not self._sound(uuid)
-            if self.fresh:
+            if self.fresh and writable:
                 os.ftruncate(self._fd, 0)
                 os.posix_fallocate(self._fd, 0, _HEADER_BYTES)
-            self._map()
+            self._map(empty=self.fresh and not writable)
         except BaseException:
             os.close(self._fd)
             raise
-        if self.fresh:
-            self._header["magic"], self._header["uuid"] = _MAGIC, uuid
+        if self.fresh and writable:
+            self._header["magic"], self._header["uuid"], self._header["clock"] = _MAGIC, uuid, OLDEST
 
     def _sound(self, uuid: bytes) -> bool:
         data = os.pread(self._fd, _HEADER.itemsize, 0)
@@ -78,16 +90,19 @@ class Recency:
         header = np.frombuffer(data, _HEADER)[0]
         # numpy strips trailing zero bytes of S fields
         named = header["magic"] == _MAGIC and header["uuid"].ljust(16, b"\0") == uuid
-        needed = _HEADER_BYTES + int(header["capacity"]) * _ROW.itemsize
+        needed = _HEADER_BYTES + int(header["capacity"]) * ROW.itemsize
         return bool(named) and int(header["rows"]) <= int(header["capacity"]) and os.fstat(self._fd).st_size >= needed
 
-    def _map(self) -> None:
+    def _map(self, *, empty: bool = False) -> None:
+        if empty:
+            self._header, self._rows = np.zeros(1, _HEADER), np.zeros(0, ROW)
+            return
         nbytes = os.fstat(self._fd).st_size
         # The old mapping lives as long as an array on it does; both show the same memory.
-        memory = mmap.mmap(self._fd, nbytes)
-        self._header: NDArray[np.void] = np.frombuffer(memory, _HEADER, 1)[0:1]
-        count = (nbytes - _HEADER_BYTES) // _ROW.itemsize
-        self._rows: NDArray[np.void] = np.frombuffer(memory, _ROW, count, _HEADER_BYTES)
+        memory = mmap.mmap(self._fd, nbytes, access=self._access)
+        self._header = np.frombuffer(memory, _HEADER, 1)[0:1]
+        count = (nbytes - _HEADER_BYTES) // ROW.itemsize
+        self._rows = np.frombuffer(memory, ROW, count, _HEADER_BYTES)
 
     def _current(self) -> NDArray[np.void]:
         """The rows in use, mapped anew if another process added some."""
@@ -96,19 +111,72 @@ class Recency:
             self._map()
         return self._rows[:used]
 
-    def _tick(self) -> int:
+    def tick(self) -> int:
+        """A new instant: stamps given from now on are no older."""
         clock = int(self._header["clock"][0]) + 1
         self._header["clock"] = clock
         return clock
 
+    @staticmethod
+    def _shift(rows: int) -> int:
+        """How many low bits of a stamp do not count as age."""
+        return max(0, rows.bit_length() - _FINENESS)
+
     # ---- use
 
     def renew(self, rows: Sequence[int]) -> None:
-        """These records were used, all at the same time."""
-        if rows:
-            current = self._current()
-            chosen = np.asarray(rows, np.int64)
-            current["stamp"][chosen[chosen < len(current)]] = self._tick()
+        """These records were used, all at the same time; a chain comes in its order, parents first."""
+        if not rows:
+            return
+        current = self._current()
+        chosen = np.asarray(rows, np.int64)
+        chosen = chosen[chosen < len(current)]
+        if len(chosen):
+            self._link(current, chosen)
+            now = self.tick()
+            uneven = _stamp(current, chosen, now)
+            for row in chosen.tolist() if uneven else chosen[:1].tolist():
+                if current["ttl"][row] != _DEAD:
+                    self._raise(current, row, now)
+
+    def touch(self, row: int) -> int:
+        """This record and its ancestors are about to be built upon; returns the instant."""
+        now = self.tick()
+        current = self._current()
+        if row < len(current):
+            current["stamp"][row] = now
+            self._raise(current, row, now)
+        return now
+
+    @staticmethod
+    def _link(current: NDArray[np.void], chosen: NDArray[np.int64]) -> None:
+        """A parent that was stored anew lies in another row than its child remembers."""
+        above, below = chosen[:-1], chosen[1:]
+        wrong = current["parent_row"][below] != above
+        if wrong.any():
+            above, below = above[wrong], below[wrong]
+            kin = current["parent"][below] == _tags(current["key"][above])
+            current["parent_row"][below[kin]] = above[kin]
+
+    def _raise(self, current: NDArray[np.void], row: int, now: int) -> None:
+        """Renew the ancestors of a row that was renewed."""
+        shift = self._shift(len(current))
+        age, rows = now >> shift, len(current)
+        stamp, key, parent_row, parent, ttl = (
+            current[name] for name in ("stamp", "key", "parent_row", "parent", "ttl")
+        )
+        while parent[row]:
+            above = int(parent_row[row])
+            if above >= rows or int(key[above]) & 0xFFFFFFFF != parent[row]:
+                return
+            seen = int(stamp[above])
+            if not seen or seen >> shift >= age:
+                return
+            if 0 < ttl[above] < _DEAD:  # it is of use for as long as its descendants are
+                ttl[above] = max(ttl[above], ttl[row]) if ttl[row] else 0
+                current["expires"][above] = _expiries(ttl[above : above + 1])[0]
+            stamp[above] = now
+            row = above
 
     def take(self, ledger: Ledger, count: int) -> list[int]:
         """Rows for new records. Needs the write transaction.
@@ -118,10 +186,11 @@ class Recency:
         """
         taken: dict[int, None] = {}  # a row may be retired a second time meanwhile
         current = self._current()
+        if len(self._stale) < count:
+            self._probe(current)
         while self._stale and len(taken) < count:
             row, _ = self._stale.popitem()
-            record = ledger.get(current["key"][row].tobytes())
-            if record is None or record.row != row:
+            if ledger.at_row(current["key"][row].tobytes(), row) is None:
                 taken[row] = None
         used = len(current)
         missing = count - len(taken)
@@ -129,75 +198,157 @@ class Recency:
         self._header["rows"] = used + missing
         return [*taken, *range(used, used + missing)]
 
+    def _probe(self, current: NDArray[np.void]) -> None:
+        """Meet some rows that another process, or an earlier one, left stale."""
+        self._takes += 1
+        if self._takes % _PROBED_EVERY:
+            return
+        start = self._probed if self._probed < len(current) else 0
+        self._probed = start + _PROBED
+        found = np.flatnonzero(current["stamp"][start : self._probed] == 0) + start
+        self._stale.update(dict.fromkeys(found.tolist()))
+
     def _grow(self, rows: int) -> None:
         if rows <= int(self._header["capacity"][0]):
             return
-        capacity = max(rows, len(self._rows) * 3 // 2) + _GROWTH
+        capacity = rows + min(max(rows // 2, _GROWTH // 16), _GROWTH)
         # Allocated, not sparse: storing to a hole of a full disk would kill the process.
-        os.posix_fallocate(self._fd, 0, _HEADER_BYTES + capacity * _ROW.itemsize)
+        os.posix_fallocate(self._fd, 0, _HEADER_BYTES + capacity * ROW.itemsize)
         self._map()
         self._header["capacity"] = capacity
 
-    def fill(self, rows: Sequence[int], refs: Sequence[BlockRef]) -> None:
-        """Enter records, all used now. Needs the write transaction, before its commit."""
+    def fill(self, ledger: Ledger, rows: Sequence[int], refs: Sequence[BlockRef], hints: Sequence[Hint | None]) -> None:
+        """Enter records, all used now. Needs the write transaction, before its commit.
+
+        Args:
+            ledger: tells the rows of parents.
+            rows: from `take`.
+            refs: parents before children.
+            hints: one per record. `reuse = none` makes it the oldest, whatever uses it, until it has a child that
+                is not; `ttl` counts from its last use. Priorities do not count: what is on NVMe is not read again
+                soon, and a weighted age would cost every row another number.
+        """
         if not rows:
             return
-        current, chosen = self._current(), np.asarray(rows, np.int64)
-        current["key"][chosen] = np.frombuffer(b"".join(ref.key for ref in refs), "<u8").reshape(-1, 2)
-        parents = b"".join(ref.parent[:8] if ref.parent is not None else bytes(8) for ref in refs)
-        current["parent"][chosen] = np.frombuffer(parents, "<u8")
-        current["depth"][chosen] = [ref.depth for ref in refs]
-        current["stamp"][chosen] = self._tick()
+        own = {ref.key: row for ref, row in zip(refs, rows, strict=True)}
+        now, seconds = self.tick(), int(time.time())
+        ttls = [_ttl(hint) for hint in hints] if any(hints) else [0] * len(hints)
+        packed = []
+        for ref, ttl in zip(refs, ttls, strict=True):
+            key, _, depth, parent, _ = ref
+            above = NO_ROW if parent is None else own.get(parent, -1)
+            packed.append(
+                _PACKED.pack(
+                    OLDEST if ttl == _DEAD else now,
+                    key,
+                    _NO_PARENT if parent is None else parent,
+                    above if above >= 0 else _row_of(ledger, parent),
+                    seconds + ttl if 0 < ttl < _DEAD else 0,
+                    depth if 0 <= depth <= _MAX_DEPTH else _clamped(depth),
+                    ttl,
+                )
+            )
+        current = self._current()
+        current[np.asarray(rows, np.int64)] = np.frombuffer(b"".join(packed), ROW)
+        uneven = any(ttls)
+        for row, ref, ttl in zip(rows, refs, ttls, strict=True):
+            if ttl != _DEAD and ref.parent is not None and (uneven or ref.parent not in own):
+                self._raise(current, row, now)
 
-    def restore(self, row: int, ref: BlockRef) -> None:
-        """Enter a record into the row that the index gives it, in a file that was made anew."""
-        self._grow(row + 1)
-        self._header["rows"] = max(int(self._header["rows"][0]), row + 1)
-        self.fill([row], [ref])
+    def hint(self, rows: Sequence[int], hints: Sequence[Hint]) -> None:
+        """Take new hints for records. What has a live child outside of these rows keeps its age."""
+        current = self._current()
+        pairs = [(row, hint) for row, hint in zip(rows, hints, strict=True) if row < len(current)]
+        dead = np.array([row for row, hint in pairs if _ttl(hint) == _DEAD], np.int64)
+        for row, hint in pairs:
+            current["ttl"][row] = _ttl(hint)
+        if pairs:
+            chosen = np.array([row for row, _ in pairs], np.int64)
+            current["expires"][chosen] = _expiries(current["ttl"][chosen])
+        if len(dead):
+            current["stamp"][_childless(current, dead)] = OLDEST
 
-    def forget(self, rows: Collection[int]) -> None:
+    def restore(self, ledger: Ledger, batch: Sequence[tuple[bytes, Record]]) -> None:
+        """Enter records into the rows that the index gives them, in a file that was made anew."""
+        last = max(record.row for _, record in batch)
+        self._grow(last + 1)
+        self._header["rows"] = max(int(self._header["rows"][0]), last + 1)
+        rows = [record.row for _, record in batch]
+        refs = [ledger.ref(key, record) for key, record in batch]
+        self.fill(ledger, rows, refs, [None] * len(rows))
+
+    def forget(self, rows: Sequence[int], keys: Sequence[bytes]) -> None:
         """These records are being dropped. Needs the write transaction, before its commit.
 
         If it is never committed they are the first victims: lost, but not leaked.
         """
         if rows:
-            self._current()["stamp"][list(rows)] = 0
+            current = self._current()
+            chosen = np.asarray(rows, np.int64)
+            heads = np.frombuffer(b"".join(key[:HEAD_BYTES] for key in keys), "<u8")
+            inside = chosen < len(current)
+            chosen, heads = chosen[inside], heads[inside]
+            current["stamp"][chosen[current["key"][chosen] == heads]] = 0
 
     def retire(self, rows: Collection[int]) -> None:
-        """The records of these rows are gone, or may be: reuse the rows once the index confirms it."""
-        self._stale.update(dict.fromkeys(rows))
+        """The records of these rows are gone, or may be: reuse the rows once the index confirms it.
+
+        Not all are remembered: `victims` finds the others again.
+        """
+        room = _REMEMBERED - len(self._stale) if rows else 0
+        self._stale.update(dict.fromkeys(list(rows)[: max(0, room)]))
 
     # ---- victims
 
-    def victims(self, count: int, spared: Collection[int]) -> list[Victim]:
-        """About `count` rows, in the order in which they should go, of those not in `spared`.
+    def victims(self, count: int, spared: Iterable[int], before: int) -> list[Victim]:
+        """About `count` rows, in the order in which they should go, of those last used before `before`.
 
         Rows that look stale come first and beyond the count.
+
+        Args:
+            count: how many.
+            spared: rows that are leased.
+            before: an instant of `touch` or `tick`.
         """
-        known = np.array(list(self._stale), np.int64)
-        current = self._current().copy()  # after `known`, whose rows it then has
-        stamps = _effective(current)
-        # One that has a stamp was reused by another process.
-        stamps[known[current["stamp"][known] == 0]] = _NEVER
-        stamps[np.fromiter(spared, np.int64)] = _NEVER
-        stale = np.flatnonzero((current["stamp"] == 0) & (stamps == 0))[:_STALE_AT_ONCE]
-        stamps[stale] = _NEVER
-        oldest = _oldest(stamps, current["depth"], count)
-        return [
-            Victim(int(row), current["key"][row].tobytes(), int(current["stamp"][row]))
-            for row in np.concatenate([stale, oldest])
-        ]
+        current = self._current()
+        hand = int(self._header["hand"][0])
+        shift = self._shift(len(current))
+        found, hand = choose(current, count, np.fromiter(spared, np.int64), before, shift, hand)
+        self._header["hand"] = hand
+        return [victim for victim in found if victim.stamp or victim.row not in self._stale]
 
     def unused_since(self, victim: Victim) -> bool:
         """Whether nobody renewed the row since it became a victim."""
         return int(self._current()["stamp"][victim.row]) == victim.stamp
 
+    def head(self, row: int) -> bytes:
+        """The first half of the key that the row names."""
+        return bytes(self._current()["key"][row].tobytes())
+
+    def relink(self, row: int, parent_row: int) -> None:
+        """The row's parent is there after all, in this row."""
+        current = self._current()
+        if max(row, parent_row) < len(current):
+            current["parent_row"][row] = parent_row
+
     def matches(self, row: int, key: bytes) -> bool:
         """Whether the row is there and names the key."""
         current = self._current()
-        return row < len(current) and current["key"][row].tobytes() == key
+        return row < len(current) and current["key"][row].tobytes() == key[:HEAD_BYTES]
+
+    def strangers(self, rows: NDArray[np.uint32], heads: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Which of these rows are not there or do not name these halves of keys."""
+        current = self._current()
+        inside = rows < len(current)
+        known = np.where(inside, rows, 0)
+        same = inside & (current["key"][known] == heads) if len(current) else inside
+        return np.flatnonzero(~same)
 
     # ---- the whole
+
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return os.fstat(self._fd).st_size
 
     def flush(self) -> None:
         """Write the rows to the disk."""
@@ -209,46 +360,53 @@ class Recency:
         del self._header, self._rows
 
 
-def _effective(rows: NDArray[np.void]) -> NDArray[np.uint64]:
-    """Stamps, raised to those of the most recent descendant, and 0 below an absent ancestor."""
-    stamps = rows["stamp"].astype(np.uint64)
-    alive = np.flatnonzero(stamps)
-    if not len(alive):
-        return stamps
-    keys = rows["key"][alive, 0]
-    order = np.argsort(keys)
-    wanted = rows["parent"][alive]
-    at = np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)
-    parent = alive[order[at]]
-    has_parent = (rows["key"][parent, 0] == wanted) & (wanted != 0)
-    children, parents = alive[has_parent], parent[has_parent]
-    if np.any(stamps[children] > stamps[parents]):
-        for child, above in _levels(rows["depth"], children, parents, deepest_first=True):
-            np.maximum.at(stamps, above, stamps[child])
-    orphans = alive[~has_parent & (wanted != 0)]
-    if len(orphans):
-        stamps[orphans] = 0
-        for child, above in _levels(rows["depth"], children, parents, deepest_first=False):
-            stamps[child[stamps[above] == 0]] = 0
-    return stamps
+def _tags(heads: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    return heads.astype(np.uint32)
 
 
-def _levels(
-    depth: NDArray[np.int32], children: NDArray[np.int64], parents: NDArray[np.int64], *, deepest_first: bool
-) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Children and their parents, grouped by the children's depth."""
-    order = np.argsort(depth[children], kind="stable")
-    levels = depth[children][order]
-    cuts = np.flatnonzero(np.diff(levels)) + 1
-    groups = list(zip(np.split(children[order], cuts), np.split(parents[order], cuts), strict=True))
-    return groups[::-1] if deepest_first else groups
+def _ttl(hint: Hint | None) -> int:
+    """Whole seconds, at least 1; 0 for no limit, or one beyond what a row can say; `_DEAD` for no reuse."""
+    if hint is not None and hint.reuse == "none":
+        return _DEAD
+    if hint is None or hint.ttl is None or hint.ttl > _MAX_TTL:
+        return 0
+    return max(1, int(hint.ttl))
 
 
-def _oldest(stamps: NDArray[np.uint64], depth: NDArray[np.int32], count: int) -> NDArray[np.int64]:
-    """The `count` oldest rows, deepest first among equals; rows with the highest possible stamp never."""
-    candidates = np.flatnonzero(stamps != _NEVER)
-    if len(candidates) > count:
-        bound = np.partition(stamps[candidates], count - 1)[count - 1]
-        candidates = candidates[stamps[candidates] <= bound]
-    order = np.lexsort((-depth[candidates], stamps[candidates]))
-    return candidates[order][:count]
+def _expiries(ttls: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    return np.where((ttls > 0) & (ttls < _DEAD), int(time.time()) + ttls.astype(np.uint32), 0).astype(np.uint32)
+
+
+def _stamp(current: NDArray[np.void], rows: NDArray[np.int64], now: int) -> bool:
+    """Used now, but for what is dead; what has a ttl lives on from here. False if no row is one of these."""
+    ttls = current["ttl"][rows]
+    if not ttls.any():
+        current["stamp"][rows] = now
+        return False
+    alive = rows[ttls != _DEAD]
+    current["stamp"][alive] = now
+    current["expires"][rows] = _expiries(ttls)
+    return True
+
+
+def _clamped(depth: int) -> int:
+    return min(max(depth, 0), _MAX_DEPTH)
+
+
+def _row_of(ledger: Ledger, parent: bytes | None) -> int:
+    record = None if parent is None else ledger.get(parent)
+    return NO_ROW if record is None else record.row
+
+
+def _childless(current: NDArray[np.void], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those of the rows that have no live descendant but among themselves."""
+    parent_rows = current["parent_row"]
+    dead = set(rows.tolist())
+    children = np.flatnonzero(np.isin(parent_rows, rows) & (current["stamp"] != 0))
+    alive = [int(parent_rows[child]) for child in children.tolist() if child not in dead]
+    while alive:
+        row = alive.pop()
+        if row in dead:
+            dead.remove(row)
+            alive.append(int(parent_rows[row]))
+    return np.array(sorted(dead), np.int64)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvtier.nvme.extents import PAGE, Extent
 
-__all__ = ["Segments", "aligned_buffer", "disk_free", "takes_direct_io"]
+__all__ = ["SegmentLost", "Segments", "aligned_buffer", "disk_free", "takes_direct_io"]
 
 _ZEROS_PAGES = 1024
 
@@ -46,6 +46,14 @@ def disk_free(path: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
+class SegmentLost(OSError):
+    """A segment file is gone, or ends before a block that lies in it. `number`: which one."""
+
+    def __init__(self, path: Path, number: int, why: str) -> None:
+        super().__init__(errno.ENOENT, f"{path} {why}")
+        self.number = number
+
+
 class Segments:
     """The files `seg-00000.kv`, ... of one directory, as one space of pages. Thread-safe.
 
@@ -56,24 +64,44 @@ class Segments:
     """
 
     def __init__(self, directory: Path, pages_per_file: int, *, direct: bool) -> None:
+        # A write makes a file that is missing; a read must not, it would find zeros in it.
         self.direct = direct
         self.pages_per_file = pages_per_file
         self._directory = directory
-        self._flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        self._flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         self._lock = threading.Lock()
         self._fds: dict[int, int] = {}
         self._dirty: set[int] = set()
+        self._retired: list[int] = []
         self._zeros = aligned_buffer(_ZEROS_PAGES * PAGE)
 
     def _path(self, number: int) -> Path:
         return self._directory / f"seg-{number:05}.kv"
 
-    def _fd(self, number: int) -> int:
+    def _fd(self, number: int, *, make: bool) -> int:
         with self._lock:
             fd = self._fds.get(number)
             if fd is None:
-                fd = self._fds[number] = os.open(self._path(number), self._flags, 0o644)
+                try:
+                    fd = os.open(self._path(number), self._flags | (os.O_CREAT if make else 0), 0o644)
+                except FileNotFoundError:
+                    raise SegmentLost(self._path(number), number, "is gone") from None
+                self._fds[number] = fd
             return fd
+
+    def pages_of(self, number: int) -> tuple[int, int]:
+        """The first page of a file, and the first behind it."""
+        return number * self.pages_per_file, (number + 1) * self.pages_per_file
+
+    def forget(self, number: int) -> None:
+        """A file was found missing or short: the next write opens or makes it anew.
+
+        The old descriptor stays open until `close`, because a transfer may be using it.
+        """
+        with self._lock:
+            fd = self._fds.pop(number, None)
+            if fd is not None:
+                self._retired.append(fd)
 
     def _in_files(self, extent: Extent) -> Iterator[tuple[int, int, int]]:
         """(file number, page within it, pages) of each file that the extent touches."""
@@ -91,7 +119,7 @@ class Segments:
             OSError: it cannot.
         """
         for number, inside, count in self._in_files(extent):
-            os.posix_fallocate(self._fd(number), inside * PAGE, count * PAGE)
+            os.posix_fallocate(self._fd(number, make=True), inside * PAGE, count * PAGE)
 
     def zero(self, extent: Extent) -> None:
         """Write zeros once, so that later writes find written blocks (which are about twice as fast)."""
@@ -105,14 +133,15 @@ class Segments:
         """Fill buffers (whole pages) from consecutive pages of one file.
 
         Raises:
-            OSError: the device failed, or the file ends before.
+            SegmentLost: there is no such file, or it ends before.
+            OSError: the device failed.
         """
         number, inside = divmod(page, self.pages_per_file)
-        fd, offset, rest = self._fd(number), inside * PAGE, list(buffers)
+        fd, offset, rest = self._fd(number, make=False), inside * PAGE, buffers
         while rest:
-            done = os.preadv(fd, [buffer.data for buffer in rest], offset)
+            done = os.preadv(fd, rest, offset)  # type: ignore[arg-type]  # arrays are buffers
             if done == 0:
-                raise OSError(errno.EIO, f"{self._path(number)} ends at byte {offset}")
+                raise SegmentLost(self._path(number), number, f"ends at byte {offset}")
             offset, rest = offset + done, _rest(rest, done)
 
     def write(self, page: int, buffers: Sequence[NDArray[np.uint8]]) -> None:
@@ -122,11 +151,11 @@ class Segments:
             OSError: the device failed or is full.
         """
         number, inside = divmod(page, self.pages_per_file)
-        fd, offset, rest = self._fd(number), inside * PAGE, list(buffers)
+        fd, offset, rest = self._fd(number, make=True), inside * PAGE, buffers
         with self._lock:
             self._dirty.add(number)
         while rest:
-            done = os.pwritev(fd, [buffer.data for buffer in rest], offset)
+            done = os.pwritev(fd, rest, offset)  # type: ignore[arg-type]  # arrays are buffers
             offset, rest = offset + done, _rest(rest, done)
 
     def sync(self) -> None:
@@ -139,7 +168,7 @@ class Segments:
             dirty, self._dirty = self._dirty, set()
         try:
             for number in sorted(dirty):
-                os.fdatasync(self._fd(number))
+                os.fdatasync(self._fd(number, make=True))
         except OSError:
             with self._lock:
                 self._dirty |= dirty
@@ -162,12 +191,13 @@ class Segments:
     def close(self) -> None:
         """Close the files."""
         with self._lock:
-            for fd in self._fds.values():
+            for fd in (*self._fds.values(), *self._retired):
                 os.close(fd)
             self._fds.clear()
+            self._retired.clear()
 
 
-def _rest(buffers: list[NDArray[np.uint8]], done: int) -> list[NDArray[np.uint8]]:
+def _rest(buffers: Sequence[NDArray[np.uint8]], done: int) -> list[NDArray[np.uint8]]:
     """What is left of the buffers behind the first `done` bytes."""
     for at, buffer in enumerate(buffers):
         if done < buffer.nbytes:

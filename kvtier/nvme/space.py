@@ -1,44 +1,72 @@
 """Space: where room for new records comes from, and where that of dropped ones goes.
 
-In this order: pages never used so far, records that nobody needs, what dead writers left behind.
+In this order: this writer's arena, free pages, pages never used so far, records that nobody needs, what dead
+writers left behind.
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from typing import NamedTuple
 
-from kvtier.errors import TierError, TierFull
+from kvtier.errors import TierFull
+from kvtier.keys import STORE_KEY_BYTES
+from kvtier.nvme.arena import Arena
 from kvtier.nvme.counting import Counts
 from kvtier.nvme.directory import Directory
 from kvtier.nvme.extents import PAGE, Extent
+from kvtier.nvme.growing import Grower
 from kvtier.nvme.holds import Holds
 from kvtier.nvme.index import Index
 from kvtier.nvme.ledger import Ledger, Record, State
-from kvtier.nvme.recency import Recency, Victim
-from kvtier.nvme.segments import Segments, disk_free
+from kvtier.nvme.recency import Recency
+from kvtier.nvme.segments import Segments
+from kvtier.nvme.victims import Victim
 
-__all__ = ["Change", "Space"]
+__all__ = ["DROPS", "Change", "Placed", "Space"]
 
 _log = logging.getLogger(__name__)
 
+DROPS = 512
+"""Records that one transaction drops at most."""
+
 _BATCH = 32
-_STEP_PAGES = (16 << 20) // PAGE
-_AHEAD_PAGES = 2 * _STEP_PAGES
+_PLANNED = 1024
+_PLANS = 8
+_ARENA_PAGES = (64 << 20) // PAGE
+_ARENA_SHARE = 64
+_SCANNED = 8192
+
+
+class Placed(NamedTuple):
+    """Extents of the leading records that found room, and why the others did not."""
+
+    extents: list[tuple[Extent, ...]]
+    reason: str
 
 
 class Change:
-    """A write transaction that drops or replaces records. Made by `Space.changing`."""
+    """A write transaction that drops or replaces records. Made by `Space.changing`.
 
-    __slots__ = ("_holds", "_lock", "_recency", "_writer", "doomed", "ledger", "removed", "rows")
+    Attributes:
+        ledger: the transaction's.
+        freed: pages of what was dropped, so far nobody's.
+        doomed, removed: first pages of dropped records, not leased and leased.
+        rows: recency rows that are no record's any more.
+    """
+
+    __slots__ = ("_holds", "_keys", "_lock", "_recency", "_writer", "doomed", "freed", "ledger", "removed", "rows")
 
     def __init__(self, ledger: Ledger, holds: Holds, lock: threading.Lock, recency: Recency, writer: bytes) -> None:
         self.ledger = ledger
         self.doomed: list[int] = []
+        self.freed: list[Extent] = []
         self.removed: list[int] = []
         self.rows: list[int] = []
+        self._keys: list[bytes] = []
         self._holds = holds
         self._lock = lock
         self._recency = recency
@@ -55,11 +83,26 @@ class Change:
                 self.removed.append(record.page)
         if not free and spare_leased:
             return False
-        self.ledger.drop(key, record, None if free else self._writer)
-        if self._recency.matches(record.row, key):
-            self._recency.forget([record.row])
+        self.ledger.drop(key, record)
+        if free:
+            self.freed += record.extents
+        else:
+            self.ledger.hold(record.extents, self._writer)
         self.rows.append(record.row)
+        self._keys.append(key)
         return True
+
+    def finish(self, *, keep: bool) -> None:
+        """Before the commit: what was freed is free, or kept for this writer."""
+        self._recency.forget(self.rows[: len(self._keys)], self._keys)
+        if keep:
+            self.ledger.hold(self.freed, self._writer)
+        else:
+            self.ledger.release(self.freed)
+
+    def give_up(self, row: int) -> None:
+        """A row turned out to be no record's. After all `drop`s."""
+        self.rows.append(row)
 
 
 class Space:
@@ -90,29 +133,30 @@ class Space:
         self._recency = recency
         self._segments = segments
         self._holds = holds
-        self._min_free_bytes = min_free_bytes
         self._counts = counts
         self._writer = directory.writer
+        self._grower = Grower(directory, index, segments, min_free_bytes, counts, self._tidy)
         self.lock = threading.Lock()
+        self._arena = Arena()
+        self._arena_pages = _ARENA_PAGES
+        self._carved = self._carved_before = 0
         self._victims: deque[Victim] = deque()
-        self._owed: list[int] = []
-        self._wake = threading.Condition()
-        self._closing = False
-        self._wanted = True
-        self._preparing = False
-        self._blocked_by = ""
-        self._preparer = threading.Thread(target=self._prepare_ahead, name=f"kvtier-{counts.name}-prepare", daemon=True)
 
     # ---- changes
 
     @contextmanager
-    def changing(self) -> Iterator[Change]:
-        """A transaction that may drop records; undone as a whole by an exception."""
+    def changing(self, *, keep: bool = False) -> Iterator[Change]:
+        """A transaction that may drop records; undone as a whole by an exception.
+
+        Args:
+            keep: pages of dropped records go to this writer's arena.
+        """
         change: Change | None = None
         try:
             with self._index.write() as ledger:
                 change = Change(ledger, self._holds, self.lock, self._recency, self._writer)
                 yield change
+                change.finish(keep=keep)
                 state = ledger.state
         except BaseException:
             with self.lock:
@@ -120,108 +164,199 @@ class Space:
                     self._holds.mark_removed(page, removed=False)
             raise
         else:
+            if keep:
+                self._put_in_arena(change.freed)
             self._recency.retire(change.rows)
-            self._counts.sums(state)
+            self._report(state)
         finally:
             if change is not None:
                 with self.lock:
                     self._holds.spare(change.doomed)
 
-    def free(self, pages: Sequence[int]) -> None:
-        """End holds of this writer, named by their first pages; what the index refuses now is freed later."""
-        if pages:
-            with self.lock:
-                self._owed += pages
-            self.pay()
-
-    def pay(self) -> None:
-        """Free what is owed."""
+    def _put_in_arena(self, extents: Sequence[Extent]) -> None:
         with self.lock:
-            owed, self._owed = self._owed, []
-        if not owed:
+            self._arena.add(extents)
+
+    def _report(self, state: State) -> None:
+        self._counts.sums(state, self._arena.idle)
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        """These pages, held by this writer, are needed no more."""
+        if extents:
+            self._put_in_arena(extents)
+            if self._arena.idle > 2 * self._arena_pages:
+                self.give_back(self._arena_pages)
+
+    def give_back(self, rest: int = 0) -> None:
+        """Make all but about `rest` pages of the arena everybody's."""
+        with self.lock:
+            drained = self._arena.drain(rest)
+        if not drained:
             return
         try:
             with self._index.write() as ledger:
-                ledger.free_holds(owed, self._writer)
+                ledger.free_held(drained, self._writer)
                 state = ledger.state
         except TierFull as error:
             self._counts.failed("free", error)
-            with self.lock:
-                self._owed += owed
+            self._put_in_arena(drained)
         else:
-            self._counts.sums(state)
+            self._report(state)
+
+    def disown(self) -> None:
+        """The index says that the arena is not this writer's any more: what is, is freed when the tier closes."""
+        with self.lock:
+            self._arena.drain()
+
+    def _tidy(self) -> None:
+        """Do not keep from others what this writer does not need."""
+        with self.lock:
+            busy = self._carved != self._carved_before
+            self._carved_before = self._carved
+        if not busy:
+            self.give_back()
 
     # ---- making room
 
-    def make(self, pages: int, protected: Callable[[Ledger], Collection[bytes]], *, more: bool = False) -> str:
-        """See that `pages` pages are free.
+    def place(self, sizes: Sequence[int], parents: Collection[bytes]) -> Placed:
+        """Find room for as many of the leading sizes (in pages) as there is, evicting others for it.
 
         Args:
-            pages: how many.
-            protected: keys that must not be evicted for this; asked only if something is to be evicted.
-            more: free more in any case, because what is free now is too scattered.
-
-        Returns:
-            "", or why there is no such room.
+            sizes: pages of each record.
+            parents: keys of the blocks that they build upon; these and their ancestors are not evicted for it.
         """
-        self.pay()
-        kept: Collection[bytes] | None = None
+        with self.lock:
+            placed = self._arena.carve_run(sizes)
+            self._carved += 1
+        if placed:
+            return Placed(placed, "")
+        try:
+            return Placed(placed, self._place(sizes, parents, placed))
+        except TierFull as error:
+            self._counts.failed("reserve", error)
+            return Placed(placed, "index_full")
+
+    def _place(self, sizes: Sequence[int], parents: Collection[bytes], placed: list[tuple[Extent, ...]]) -> str:
+        """Append to `placed`; returns why the rest found no room."""
+        since = 0
+        self._take_free(sum(sizes))
         while True:
-            with self._index.read() as ledger:
-                state = ledger.state
-            if state.free >= pages and not more:
-                self._ask_ahead(state)
+            with self.lock:
+                rest = sizes[len(placed) :]
+                placed += self._arena.carve_run(rest) or self._arena.carve(rest)
+                idle = self._arena.idle
+            missing = sum(sizes[len(placed) :])
+            if not missing:
                 return ""
-            missing = pages - state.free
-            if not (self._await_preparer() or self._grow(state, pages if more else missing)):
-                if kept is None:
-                    with self._index.read() as ledger:
-                        kept = protected(ledger)
-                if not (self._evict(missing, kept) or self.reclaim()):
-                    return self._blocked_by or "no_space"
-            more = False
+            # What is idle but was not carved is too scattered.
+            missing -= idle if idle < missing else 0
+            if self._take_free(missing) or self._make_free(missing):
+                continue
+            since = since or self._protect(parents)
+            if not self._evict(missing, since):
+                return self._grower.blocked_by or "no_space"
 
-    def _evict(self, pages: int, kept: Collection[bytes]) -> int:
-        """Evict at least one batch, if anything may go; returns how many records went."""
-        evicted = self._evict_planned(pages, kept)
-        while not evicted and self._plan(kept):
-            evicted = self._evict_planned(pages, kept)
-        if evicted:
-            self._counts.evicted("capacity", evicted)
-        return evicted
+    def _take_free(self, pages: int) -> bool:
+        """Bring free pages into the arena: as many as asked, or all there are; and some more if one run has them."""
+        with self._index.read() as ledger:
+            state = ledger.state
+        if not state.free:
+            return False
+        self._arena_pages = min(_ARENA_PAGES, state.total // _ARENA_SHARE)
+        with self._index.write() as ledger:
+            taken = ledger.take(pages, max(pages, self._arena_pages), self._writer)
+            state = ledger.state
+        self._put_in_arena(taken)
+        self._report(state)
+        self._grower.ask_ahead(state)
+        return bool(taken)
 
-    def _plan(self, kept: Collection[bytes]) -> bool:
+    def _make_free(self, pages: int) -> bool:
+        """Bring pages into use that never were; whether there may be free ones now."""
+        if self._grower.await_ahead():
+            return True
+        with self._index.read() as ledger:
+            state = ledger.state
+        return state.free > 0 or self._grower.grow(state, pages)
+
+    def _protect(self, parents: Collection[bytes]) -> int:
+        """Renew these and their ancestors; returns the instant from which on nothing used may be evicted."""
+        with self._index.read() as ledger:
+            rows = [record.row for key in parents if (record := ledger.get(key)) is not None]
+        since = self._recency.tick()
+        for row in rows:
+            self._recency.touch(row)
+        return since
+
+    def _evict(self, pages: int, since: int) -> bool:
+        """Reclaim what dead writers held, or evict at least one batch; False if neither can be."""
+        evicted = self._evict_planned(pages, since)
+        for _ in range(_PLANS):
+            if evicted:
+                break
+            if self.reclaim():
+                return True
+            if not self._plan(since):
+                return False
+            evicted = self._evict_planned(pages, since)
+        self._counts.evicted("capacity", evicted)
+        return evicted > 0
+
+    def _plan(self, since: int) -> bool:
         """Choose the next victims; False if there are none."""
-        self.reclaim()
         with self._index.read(self.lock) as ledger:
             rows = self._holds.leased_rows()
-            rows += [record.row for key in kept if (record := ledger.get(key)) is not None]
             blocks = ledger.blocks
-        self._victims = deque(self._recency.victims(max(_BATCH, blocks // 64), rows))
-        return bool(self._victims)
+        victims = self._recency.victims(max(_BATCH, min(_PLANNED, blocks // 64)), rows, since)
+        kin = self._reunited({victim.top for victim in victims if victim.top is not None})
+        self._victims = deque(victim for victim in victims if victim.top not in kin)
+        return bool(victims)
 
-    def _evict_planned(self, pages: int, kept: Collection[bytes]) -> int:
+    def _reunited(self, tops: Collection[int]) -> set[int]:
+        """Rows that look like orphans, but whose parents were stored anew; they are linked to them."""
+        reunited: set[int] = set()
+        with self._index.read() as ledger:
+            for row in tops:
+                found = ledger.at_row(self._recency.head(row), row)
+                parent = ledger.get(found[1].parent) if found is not None and found[1].parent is not None else None
+                if parent is not None:
+                    self._recency.relink(row, parent.row)
+                    reunited.add(row)
+        return reunited
+
+    def _evict_planned(self, pages: int, since: int) -> int:
         victims = self._victims
         if not victims:
             return 0
-        with self.changing() as change:
-            ledger = change.ledger
-            least = min(_BATCH, max(1, ledger.blocks // 8))
-            goal, evicted = ledger.state.free + max(pages, 1), 0
-            while victims and (ledger.state.free < goal or evicted < least):
+        evicted = 0
+        stale: list[int] = []
+        with self.changing(keep=True) as change:
+            least = min(_BATCH, max(1, change.ledger.blocks // 8))
+            freed = 0
+            while victims and (freed < pages or evicted < least):
                 try:
                     victim = victims.popleft()
                 except IndexError:  # another thread took the last one
                     break
-                record = ledger.get(victim.key)
-                if not self._recency.matches(victim.row, victim.key):
-                    continue  # reused since it was planned
-                if record is None or record.row != victim.row:
-                    self._recency.forget([victim.row])
-                    change.rows.append(victim.row)
-                elif victim.key not in kept and self._recency.unused_since(victim):
-                    evicted += change.drop(victim.key, record, spare_leased=True)
+                found = change.ledger.at_row(victim.head, victim.row)
+                if found is None:
+                    stale += self._stale_rows(victim)
+                elif self._may_go(victim, since) and change.drop(*found, spare_leased=True):
+                    evicted += 1
+                    freed += sum(extent.pages for extent in found[1].extents)
+            for row in stale:
+                change.give_up(row)
         return evicted
+
+    def _stale_rows(self, victim: Victim) -> list[int]:
+        """The victim's row, unless another process has given it to a new record since it was planned."""
+        if not self._recency.matches(victim.row, victim.head):
+            return []
+        self._recency.forget([victim.row], [victim.head])
+        return [victim.row]
+
+    def _may_go(self, victim: Victim, since: int) -> bool:
+        return victim.stamp < since and self._recency.unused_since(victim)
 
     def forget_plan(self) -> None:
         """Choose victims anew: removed records have left descendants that nobody can reach."""
@@ -230,7 +365,7 @@ class Space:
     def reclaim(self) -> bool:
         """Free what dead writers held; whether there was something."""
         with self._index.read() as ledger:
-            writers = {hold.writer for hold in ledger.holds()} - {self._writer}
+            writers = ledger.writers() - {self._writer}
         if not writers:
             return False
         try:
@@ -247,136 +382,70 @@ class Space:
         with self._index.write() as ledger:
             holds = [hold for hold in ledger.holds() if hold.writer in dead]
             for hold in holds:
-                ledger.free_holds([hold.extents[0].page], hold.writer)
+                ledger.free_held([hold.extent], hold.writer)
             state = ledger.state
-        self._counts.sums(state)
+        self._report(state)
         if holds:
             _log.info("%s: reclaimed %d holds of dead writers", self._directory.path, len(holds))
         return bool(holds)
 
-    # ---- growing
+    # ---- opening and closing
 
-    def _next_step(self, state: State, pages: int) -> Extent | None:
-        """The next unprepared pages, set aside by the file system; None if there are none to be had."""
-        step = Extent(state.prepared, min(state.total - state.prepared, max(pages, 1)))
-        if not step.pages:
-            self._blocked_by = ""
-            return None
-        try:
-            if disk_free(self._directory.path) - step.pages * PAGE < self._min_free_bytes:
-                self._blocked_by = "free_space_floor"
-                return None
-            self._segments.allocate(step)
-        except OSError as error:
-            self._counts.failed("grow", error)
-            self._blocked_by = "no_space_on_device"
-            return None
-        self._blocked_by = ""
-        return step
-
-    def _grow(self, state: State, pages: int) -> bool:
-        """Bring unprepared pages into use as they are; whether the sums may have changed."""
-        step = self._next_step(state, pages)
-        if step is None:
-            return False
-        with self._index.write() as ledger:
-            ledger.prepare(step.page, step.pages, None)
-        return True
-
-    def _ask_ahead(self, state: State) -> None:
-        if state.free < _AHEAD_PAGES and state.prepared < state.total:
-            with self._wake:
-                self._wanted = True
-                self._wake.notify_all()
-
-    def _await_preparer(self) -> bool:
-        """Wait for the pages that the preparer has in hand; whether there were some."""
-        with self._wake:
-            busy = self._preparing
-            self._wake.wait_for(lambda: not self._preparing)
-        return busy
+    def occupied_bytes(self, state: State) -> int:
+        """Bytes of records, and of pages held for some; this writer's arena does not count. Under `lock`."""
+        return (state.occupied - self._arena.idle) * PAGE
 
     def start(self) -> None:
         """Begin to prepare pages ahead of their use."""
-        self._preparer.start()
-
-    def _prepare_ahead(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._wanted or self._closing)
-                if self._closing:
-                    return
-                self._wanted, self._preparing = False, True
-            try:
-                again = self._prepare_step()
-            except (TierError, OSError) as error:
-                again = False
-                self._counts.failed("prepare", error)
-            finally:
-                with self._wake:
-                    self._preparing = False
-                    self._wake.notify_all()
-            with self._wake:
-                self._wanted |= again
-
-    def _prepare_step(self) -> bool:
-        """Zero-fill the next pages; whether there is more to do."""
-        with self._index.read() as ledger:
-            state = ledger.state
-        if state.free >= _AHEAD_PAGES:
-            return False
-        step = self._next_step(state, _STEP_PAGES)
-        if step is None:
-            return False
-        with self._index.write() as ledger:
-            mine = ledger.prepare(step.page, step.pages, self._writer)
-        if not mine:
-            return True
-        try:
-            self._segments.zero(step)
-        except OSError as error:
-            # They are usable as they are; whoever writes to them learns more.
-            self._counts.failed("prepare", error)
-        self.free([step.page])
-        return True
-
-    # ---- opening and closing
+        self._grower.start()
 
     def resize(self, total: int) -> None:
         """Set the capacity; what lies beyond a smaller one is dropped. Nobody else may have the directory open."""
-        with self._index.read() as ledger:
-            state = ledger.state
-            beyond = [
-                (key, record)
-                for key, record in ledger.records()
-                if any(extent.end > total for extent in record.extents)
-            ]
-        records = iter(beyond)
-        while batch := list(islice(records, 512)):
-            with self.changing() as change:
-                for key, record in batch:
-                    change.drop(key, record, spare_leased=False)
+        dropped = self.drop_between(total, 2**32)
         with self._index.write() as ledger:
             ledger.free.cut(total)
             state = ledger.state._replace(total=total, prepared=min(ledger.state.prepared, total))
             ledger.state = state
-        if beyond:
-            self._counts.evicted("resize", len(beyond))
+        if dropped:
+            self._counts.evicted("resize", dropped)
         self._segments.cut(total)
-        self._counts.sums(state)
+        self._report(state)
+
+    def drop_between(self, start: int, stop: int) -> int:
+        """Drop the records that have pages in [start, stop), some at a time; returns how many."""
+        dropped, key = 0, bytes(STORE_KEY_BYTES)
+        while key:
+            with self._index.read() as ledger:
+                seen = list(islice(ledger.records(key), _SCANNED))
+            hit = [item for item in seen if any(part.page < stop and part.end > start for part in item[1].extents)]
+            for at in range(0, len(hit), DROPS):
+                with self.changing() as change:
+                    for name, record in hit[at : at + DROPS]:
+                        if change.ledger.get(name) == record:
+                            dropped += change.drop(name, record, spare_leased=False)
+            key = seen[-1][0] + b"\0" if len(seen) == _SCANNED else b""
+        return dropped
+
+    def clear(self, ns: int | None = None) -> int:
+        """Drop the records of a namespace, or all, some at a time; returns how many."""
+        dropped, start = 0, bytes(STORE_KEY_BYTES)
+        while start:
+            with self.changing() as change:
+                page = list(islice(change.ledger.records(start), DROPS))
+                for key, record in page:
+                    if ns is None or change.ledger.ref(key, record).ns == ns:
+                        dropped += change.drop(key, record, spare_leased=False)
+            start = page[-1][0] + b"\0" if len(page) == DROPS else b""
+        self.forget_plan()
+        return dropped
 
     def grow_total(self, total: int) -> None:
         """Raise the capacity, while others may have the directory open."""
         with self._index.write() as ledger:
             ledger.state = ledger.state._replace(total=max(total, ledger.state.total))
             state = ledger.state
-        self._counts.sums(state)
+        self._report(state)
 
     def close(self) -> None:
-        """End the preparer and free what is owed."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify_all()
-        if self._preparer.is_alive():
-            self._preparer.join()
-        self.pay()
+        """End the thread that prepares pages."""
+        self._grower.close()

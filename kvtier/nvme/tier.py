@@ -1,25 +1,33 @@
 """NvmeTier: blocks in segment files, named by an index, shared by all processes on a directory.
 
-put     reserve (index: free -> held) -> write (bytes) -> commit (index: held -> record)
+put     reserve (pages from the writer's arena) -> write (bytes) -> commit (index: held -> record, one transaction)
 get     acquire (index look-ups) -> read (bytes, checksum)
 
 An index entry is made after its bytes are written, and nowhere else: whatever process dies at whatever instant,
 what the index names is complete, and what is held by nobody alive is reclaimed.
+
+What survives                   death of processes      power loss, or death of the kernel
+durable=False (default)         every commit            what lay there at the last clean close; if it was not closed,
+                                                        the directory starts empty, since its index may be damaged
+durable=True                    every commit            every commit: bytes are synchronised before the index names
+                                                        them, and the index before `commit` returns; commits that
+                                                        arrive meanwhile share the next synchronisation
+`flush` makes everything committed so far safe on the disk, but only a clean close says so in the directory.
 """
 
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
-from kvtier.errors import TierError, TierFull
-from kvtier.keys import STORE_KEY_BYTES
+from kvtier.hints import Hint
 from kvtier.metrics import Metrics
+from kvtier.nvme.batch import Deadlines
 from kvtier.nvme.checking import check_directory
 from kvtier.nvme.counting import Counts
 from kvtier.nvme.extents import PAGE
 from kvtier.nvme.io import BlockIO
-from kvtier.nvme.opening import NvmeOptions, open_directory
+from kvtier.nvme.opening import NvmeOptions, close_directory, open_directory, sync_directory
 from kvtier.nvme.reading import Reader
+from kvtier.nvme.space import DROPS
 from kvtier.nvme.writing import Writer
 from kvtier.tiers import (
     BlockRef,
@@ -35,8 +43,6 @@ from kvtier.tiers import (
 
 __all__ = ["NvmeTier"]
 
-_DROPS = 512
-
 
 class NvmeTier:
     """Implements `kvtier.tiers.Tier` on a directory that outlives the process and that others may share.
@@ -50,7 +56,7 @@ class NvmeTier:
     Args:
         path: the directory, made if absent. One tier per directory and process.
         capacity_bytes: hard limit for all processes together, in whole 4 KiB pages, at least 1 MiB. A smaller one
-            than before drops what lies beyond it. The index comes on top, about 0.3 KiB per block.
+            than before drops what lies beyond it. The index comes on top, about 160 bytes per block.
         options: see `NvmeOptions`.
         metrics: where to count.
         name: the tier's name in metrics and errors.
@@ -74,6 +80,7 @@ class NvmeTier:
         self.name = name
         self._counts = Counts(metrics or Metrics(), name)
         self._opened = open_directory(Path(path), capacity_bytes, options, self._counts)
+        self._opened.space.start()
         self._index = self._opened.index
         self._recency = self._opened.recency
         self._segments = self._opened.segments
@@ -81,18 +88,22 @@ class NvmeTier:
         self._holds = self._opened.holds
         self._blocks = BlockIO(self._segments, options.io_threads, f"kvtier-{name}")
         self._completions = Completions()
-        self._reader = Reader(self._opened, self._blocks, self._completions, self._counts)
-        self._writer = Writer(self._opened, self._blocks, self._completions, self._counts, durable=options.durable)
+        self._deadlines = Deadlines(f"kvtier-{name}")
+        parts = (self._opened, self._blocks, self._deadlines, self._completions, self._counts)
+        self._reader = Reader(*parts)
+        self._writer = Writer(*parts, durable=options.durable)
 
     # ---- readers
 
-    def contains(self, keys: Sequence[bytes], deadline: float | None = None) -> Ticket:
+    def contains(self, keys: Sequence[bytes], deadline: float | None = None, *, exact: bool = False) -> Ticket:
         """See `Tier.contains`."""
-        return self._reader.contains(keys, deadline)
+        return self._reader.contains(keys, deadline, exact=exact)
 
-    def acquire(self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None) -> Ticket:
+    def acquire(
+        self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None, *, exact: bool = False
+    ) -> Ticket:
         """See `Tier.acquire`. Verifies that the blocks are indexed; `read` verifies their bytes."""
-        return self._reader.acquire(keys, owner, deadline)
+        return self._reader.acquire(keys, owner, deadline, exact=exact)
 
     def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         """See `Tier.read`."""
@@ -102,17 +113,26 @@ class NvmeTier:
         """See `Tier.release`. After `close`, which ended all leases, nothing happens."""
         self._reader.release(handles)
 
+    def hint(self, keys: Sequence[bytes], hints: Sequence[Hint]) -> None:
+        """See `Tier.hint`. A block that has a live descendant beyond `keys` is not put before others."""
+        self._reader.hint(keys, hints)
+
     # ---- writers
 
     def reserve(
-        self, refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str], owner: Owner
+        self,
+        refs: Sequence[BlockRef],
+        sizes: Sequence[int],
+        fmts: Sequence[str],
+        owner: Owner,
+        hints: Sequence[Hint] | None = None,
     ) -> list[Reservation]:
-        """See `Tier.reserve`. An exact record may be reserved over a lossy one and replaces it at `commit`.
+        """See `Tier.reserve`. Of the hints, `reuse = none` and `ttl` count here, priorities do not.
 
         Raises:
             FormatMismatch: a size, format or key that no record can have.
         """
-        return self._writer.reserve(refs, sizes, fmts, owner)
+        return self._writer.reserve(refs, sizes, fmts, owner, hints)
 
     def write(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         """See `Tier.write`. The buffers must stay as they are until the ticket is done."""
@@ -126,15 +146,23 @@ class NvmeTier:
         """See `Tier.abort`."""
         self._writer.abort(handles)
 
+    def release_owner(self, owner: Owner) -> None:
+        """See `Tier.release_owner`."""
+        with self._space.lock:
+            leases, reservations = self._holds.of_owner(owner)
+            freed = self._holds.end_leases(leases)
+        self._space.free(freed)
+        self._writer.abort(reservations)
+
     # ---- removal
 
     def remove(self, keys: Sequence[bytes]) -> Ticket:
         """See `Tier.remove`. Descendants become unreachable for `acquire` now, and are the next to be evicted."""
         self._holds.require_open()
         statuses: list[Status] = []
-        for start in range(0, len(keys), _DROPS):
+        for start in range(0, len(keys), DROPS):
             with self._space.changing() as change:
-                for key in keys[start : start + _DROPS]:
+                for key in keys[start : start + DROPS]:
                     record = change.ledger.get(key)
                     if record is not None:
                         change.drop(key, record, spare_leased=False)
@@ -145,15 +173,7 @@ class NvmeTier:
     def clear(self, ns: int | None = None) -> Ticket:
         """See `Tier.clear`. Reservations stay."""
         self._holds.require_open()
-        start = bytes(STORE_KEY_BYTES)
-        while start:
-            with self._space.changing() as change:
-                page = list(islice(change.ledger.records(start), _DROPS))
-                for key, record in page:
-                    if ns is None or change.ledger.ref(key, record).ns == ns:
-                        change.drop(key, record, spare_leased=False)
-            start = page[-1][0] + b"\0" if len(page) == _DROPS else b""
-        self._space.forget_plan()
+        self._space.clear(ns)
         return self._completions.finish(Ticket(), [Status.OK])
 
     # ---- the whole
@@ -170,12 +190,13 @@ class NvmeTier:
         with self._index.read() as ledger:
             state, blocks = ledger.state, ledger.blocks
         with self._space.lock:
+            occupied = self._space.occupied_bytes(state)
             leases, reservations = len(self._holds.leases), len(self._holds.reservations)
         return {
             "blocks": blocks,
-            "bytes": state.occupied * PAGE,
+            "bytes": occupied,
             "capacity_bytes": state.total * PAGE,
-            "free_bytes": (state.total - state.occupied) * PAGE,
+            "free_bytes": state.total * PAGE - occupied,
             "segments": self._segments.count(),
             "index_bytes": self._index.nbytes(),
             "leases": leases,
@@ -185,22 +206,13 @@ class NvmeTier:
     def check(self, *, verify: bool = False) -> dict[str, int]:
         """Count pages and what is wrong with them; see `kvtier.nvme.checking`. `verify`: read every block too."""
         self._holds.require_open()
-        return check_directory(self._opened, self._blocks, verify=verify)
+        opened = self._opened
+        return check_directory(opened.directory, opened.index, opened.recency, self._blocks, verify=verify)
 
     def flush(self) -> None:
         """See `Tier.flush`: everything committed survives a power loss. What the disk refuses is counted."""
         self._holds.require_open()
-        self._sync()
-
-    def _sync(self) -> bool:
-        try:
-            self._segments.sync()
-            self._index.flush()
-            self._recency.flush()
-        except (OSError, TierFull) as error:
-            self._counts.failed("flush", error)
-            return False
-        return True
+        sync_directory(self._opened, self._counts)
 
     def close(self) -> None:
         """See `Tier.close`. Ends all holds; the last process leaves the directory marked clean.
@@ -214,18 +226,5 @@ class NvmeTier:
         if self._index.forked:
             return
         self._blocks.close()
-        opened = self._opened
-        try:
-            self._space.close()
-            with opened.directory.exclusive():
-                self._space.reclaim_from({opened.directory.writer})
-                opened.directory.leave(clean=self._sync(), damaged=self._index.damaged)
-        except (TierError, OSError) as error:
-            self._counts.failed("close", error)
-            with opened.directory.exclusive():
-                opened.directory.leave(clean=False, damaged=self._index.damaged)
-        finally:
-            self._index.close()
-            self._recency.close()
-            self._segments.close()
-            opened.directory.drop()
+        self._deadlines.close()
+        close_directory(self._opened, self._counts)

@@ -4,18 +4,20 @@ import errno
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kvtier.errors import FormatMismatch, LeaseError, TierFull
+from kvtier.formats import fidelity
+from kvtier.hints import Hint
 from kvtier.keys import STORE_KEY_BYTES
-from kvtier.nvme.batch import Batch, check_buffer, transfers
+from kvtier.nvme.batch import Batch, Deadlines, check_buffer, transfers
 from kvtier.nvme.counting import Counts
-from kvtier.nvme.extents import PAGE, Extent, pages_for
-from kvtier.nvme.holds import NvmeHandle
+from kvtier.nvme.extents import PAGE, Extent, merged, pages_for
+from kvtier.nvme.grouping import GroupCommit
+from kvtier.nvme.holds import NvmeHandle, Rank, record_rank
 from kvtier.nvme.io import BlockIO
-from kvtier.nvme.ledger import Ledger, Record
+from kvtier.nvme.ledger import Record
 from kvtier.nvme.opening import Opened
-from kvtier.nvme.space import Change
+from kvtier.nvme.space import Change, Placed
 from kvtier.tiers import (
     BlockRef,
     Completions,
@@ -32,14 +34,10 @@ from kvtier.tiers import (
 __all__ = ["Writer"]
 
 _FMT_CHARS = 16  # the width that `block_checksum` gives a format id
-_MAX_BYTES = 2**32 - 1
 
 
-class _Placed(NamedTuple):
-    """Extents of the leading records that found room, and why the others did not."""
-
-    extents: list[tuple[Extent, ...]]
-    reason: str
+class _Disowned(TierFull):
+    """Somebody removed this writer's lock file, and others took its pages."""
 
 
 class Writer:
@@ -48,13 +46,21 @@ class Writer:
     Args:
         opened: the directory.
         blocks: moves the bytes.
+        deadlines: ends what did not begin in time.
         completions: where finished tickets go.
         counts: where to count.
         durable: bytes reach the disk before the index names them.
     """
 
     def __init__(
-        self, opened: Opened, blocks: BlockIO, completions: Completions, counts: Counts, *, durable: bool
+        self,
+        opened: Opened,
+        blocks: BlockIO,
+        deadlines: Deadlines,
+        completions: Completions,
+        counts: Counts,
+        *,
+        durable: bool,
     ) -> None:
         self._index = opened.index
         self._recency = opened.recency
@@ -64,88 +70,70 @@ class Writer:
         self._lock = opened.space.lock
         self._writer = opened.directory.writer
         self._blocks = blocks
+        self._deadlines = deadlines
         self._completions = completions
         self._counts = counts
         self._durable = durable
+        self._group = GroupCommit(self._commit)
 
     def reserve(
-        self, refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str], owner: Owner
+        self,
+        refs: Sequence[BlockRef],
+        sizes: Sequence[int],
+        fmts: Sequence[str],
+        owner: Owner,
+        hints: Sequence[Hint] | None = None,
     ) -> list[Reservation]:
-        """See `Tier.reserve`. An exact record may be reserved over a lossy one and replaces it at `commit`.
+        """See `Tier.reserve`.
 
         Raises:
             FormatMismatch: a size, format or key that no record can have.
         """
-        _check_records(refs, sizes, fmts)
+        _check_records(refs, sizes, fmts, hints)
         self._holds.require_open()
         with self._counts.timed("reserve"):
-            results = self._claim(refs, sizes)
+            fidelities = {fmt: fidelity(fmt) for fmt in set(fmts)}
+            ranks = [(ref.exact, fidelities[fmt]) for ref, fmt in zip(refs, fmts, strict=True)]
+            results = self._claim(refs, sizes, ranks)
             wanted = [at for at, result in enumerate(results) if result is None]
-            placed = _Placed([], "tier_error")
+            placed = Placed([], "tier_error")
             try:
                 if wanted:
-                    placed = self._place([refs[at] for at in wanted], [pages_for(sizes[at]) for at in wanted])
+                    pages, keys = [pages_for(sizes[at]) for at in wanted], {refs[at].key for at in wanted}
+                    parents = {parent for at in wanted if (parent := refs[at].parent) is not None}
+                    placed = self._space.place(pages, parents - keys)
             finally:
                 with self._lock:
                     for at, extents in zip(wanted, placed.extents, strict=False):
-                        results[at] = handle = NvmeHandle(refs[at], sizes[at], fmts[at], owner, extents)
-                        self._holds.reserve(handle)
+                        hint = hints[at] if hints else None
+                        handle = NvmeHandle(refs[at], sizes[at], fmts[at], owner, extents, hint=hint, rank=ranks[at])
+                        results[at] = handle
+                        self._holds.reservations.add(handle)
                     for at in wanted[len(placed.extents) :]:
-                        self._holds.pending.discard((refs[at].key, refs[at].exact))
+                        self._holds.break_promise(refs[at].key, ranks[at])
         return self._refused(refs, results, placed.reason)
 
-    def _claim(self, refs: Sequence[BlockRef], sizes: Sequence[int]) -> list[Reservation | None]:
+    def _claim(self, refs: Sequence[BlockRef], sizes: Sequence[int], ranks: Sequence[Rank]) -> list[Reservation | None]:
         """What needs no room gets its answer; the keys of the others (None) are this thread's to write."""
         results: list[Reservation | None] = []
         refused: set[bytes] = set()
         with self._index.read(self._lock) as ledger:
-            limit = ledger.state.total * PAGE
-            for ref, nbytes in zip(refs, sizes, strict=True):
-                result: Reservation | None = self._existing(ledger, ref)
-                if result is None and ref.parent in refused:
+            limit = ledger.total * PAGE
+            for ref, nbytes, rank in zip(refs, sizes, ranks, strict=True):
+                result: Reservation | None = None
+                record = ledger.get(ref.key)
+                if record is not None and record_rank(record.exact, ledger.fmt(record)) >= rank:
+                    result = Exists(ready=True)
+                elif ref.parent in refused:
                     result = Full("parent_refused")
-                elif result is None and nbytes > limit:
+                elif nbytes > limit:
                     result = Full("oversized")
-                if result is None:
-                    self._holds.pending.add((ref.key, ref.exact))
+                elif not self._holds.promise(ref.key, rank):
+                    result = Exists(ready=False)
                 if isinstance(result, Full):
                     refused.add(ref.key)
                 results.append(result)
         return results
-
-    def _existing(self, ledger: Ledger, ref: BlockRef) -> Exists | None:
-        record = ledger.get(ref.key)
-        if record is not None and record.exact >= ref.exact:
-            return Exists(ready=True)
-        pending = self._holds.pending
-        if (ref.key, True) in pending or (not ref.exact and (ref.key, False) in pending):
-            return Exists(ready=False)
-        return None
-
-    def _place(self, refs: Sequence[BlockRef], pages: Sequence[int]) -> _Placed:
-        """Reserve pages for as many leading records as the space allows."""
-
-        def protected(ledger: Ledger) -> set[bytes]:
-            return set(ledger.ancestors(refs[0].parent))
-
-        placed: list[tuple[Extent, ...]] = []
-        scattered = False
-        try:
-            while len(placed) < len(pages):
-                rest = pages[len(placed) :]
-                reason = self._space.make(sum(rest), protected, more=scattered)
-                with self._index.write() as ledger:
-                    taken = ledger.reserve(rest, self._writer)
-                    state = ledger.state
-                self._counts.sums(state)
-                placed += taken
-                if reason:
-                    return _Placed(placed, reason)
-                scattered = not taken
-        except TierFull as error:
-            self._counts.failed("reserve", error)
-            return _Placed(placed, "index_full")
-        return _Placed(placed, "")
 
     def _refused(
         self, refs: Sequence[BlockRef], results: Sequence[Reservation | None], reason: str
@@ -189,7 +177,7 @@ class Writer:
             finally:
                 self._completions.finish(ticket, statuses)
 
-        Batch(self._blocks, moving, deadline, move, done, Status.FULL).start()
+        Batch(self._blocks, moving, deadline, move, done, Status.FULL).start(self._deadlines)
         return ticket
 
     def _written(self, error: OSError | None) -> Status:
@@ -202,16 +190,16 @@ class Writer:
 
     def _end_moves(
         self, handles: Sequence[NvmeHandle], checksums: Sequence[bytes], statuses: Sequence[Status]
-    ) -> list[int]:
+    ) -> list[Extent]:
         """Note what is complete; returns the pages of reservations that were aborted meanwhile."""
-        freed: list[int] = []
+        freed: list[Extent] = []
         with self._lock:
             for handle, checksum, status in zip(handles, checksums, statuses, strict=True):
                 handle.moves -= 1
                 if status is Status.OK:
                     handle.checksum = checksum
                 if not handle.moves and handle not in self._holds.reservations:
-                    freed.append(handle.page)
+                    freed += handle.extents
         return freed
 
     def commit(self, handles: Sequence[Handle]) -> None:
@@ -224,15 +212,14 @@ class Writer:
                 raise LeaseError(f"block {unwritten.ref.key.hex()} was never completely written: write it or abort")
             self._holds.reservations.difference_update(reserved)
         try:
-            self._commit(reserved)
+            if reserved:
+                self._group(reserved)
         finally:
             with self._lock:
                 for handle in reserved:
                     self._holds.end_reservation(handle)
 
     def _commit(self, reserved: Sequence[NvmeHandle]) -> None:
-        if not reserved:
-            return
         try:
             if self._durable:
                 self._segments.sync()
@@ -241,35 +228,48 @@ class Writer:
         except (TierFull, OSError) as error:
             self._counts.failed("commit", error)
             self._counts.dropped("commit_failed", len(reserved))
-            self._space.free([handle.page for handle in reserved])
+            if isinstance(error, _Disowned):
+                self._space.disown()
+            else:
+                self._space.free([extent for handle in reserved for extent in handle.extents])
         else:
             self._counts.add(self._counts.metrics.written_bytes, sum(handle.nbytes for handle in stored))
 
     def _enter(self, change: Change, reserved: Sequence[NvmeHandle]) -> list[NvmeHandle]:
         """Turn reservations into records; returns those that others had not stored before."""
         ledger = change.ledger
-        rows = self._recency.take(ledger, len(reserved))
-        stored: list[tuple[int, NvmeHandle]] = []
-        for handle, row in zip(reserved, rows, strict=True):
-            ref = handle.ref
-            extents = ledger.end_hold(handle.page, self._writer)
-            old = ledger.get(ref.key)
-            if not extents or (old is not None and old.exact >= ref.exact):
-                ledger.release(extents)
-                change.rows.append(row)
-                continue
-            if old is not None:
-                change.drop(ref.key, old, spare_leased=False)
-            fmt, ns = ledger.format(handle.fmt), ledger.namespace(ref.ns)
-            record = Record(extents, handle.nbytes, fmt, ref.exact, ref.depth, ns, row, ref.parent, handle.checksum)
-            ledger.insert(ref.key, record)
-            stored.append((row, handle))
-        self._recency.fill([row for row, _ in stored], [handle.ref for _, handle in stored])
-        return [handle for _, handle in stored]
+        lost = [
+            run
+            for run in merged(extent for handle in reserved for extent in handle.extents)
+            if not ledger.unhold(run, self._writer)
+        ]
+        if lost:
+            raise _Disowned(
+                f"pages {lost[0].page}..{lost[0].end - 1} were reclaimed from this writer as from a dead one"
+            )
+        stored: list[NvmeHandle] = []
+        for handle in reserved:
+            old = ledger.get(handle.ref.key)
+            if old is None or record_rank(old.exact, ledger.fmt(old)) < handle.rank:
+                if old is not None:
+                    change.drop(handle.ref.key, old, spare_leased=False)
+                stored.append(handle)
+            else:
+                change.freed += handle.extents
+        rows = self._recency.take(ledger, len(stored))
+        fmts = {fmt: ledger.format(fmt) for fmt in {handle.fmt for handle in stored}}
+        spaces = {ns: ledger.namespace(ns) for ns in {handle.ref.ns for handle in stored}}
+        for handle, row in zip(stored, rows, strict=True):
+            key, ns, depth, parent, exact = handle.ref
+            fmt, space = fmts[handle.fmt], spaces[ns]
+            record = Record(handle.extents, handle.nbytes, fmt, exact, depth, space, row, parent, handle.checksum)
+            ledger.insert(key, record)
+        self._recency.fill(ledger, rows, [handle.ref for handle in stored], [handle.hint for handle in stored])
+        return stored
 
     def abort(self, handles: Sequence[Handle]) -> None:
         """See `Tier.abort`. After `close`, which ended all reservations, nothing happens."""
-        freed: list[int] = []
+        freed: list[Extent] = []
         with self._lock:
             if self._holds.closed:
                 return
@@ -277,13 +277,18 @@ class Writer:
                 if isinstance(handle, NvmeHandle) and handle in self._holds.reservations:
                     self._holds.end_reservation(handle)
                     if not handle.moves:
-                        freed.append(handle.page)
+                        freed += handle.extents
         self._space.free(freed)
 
 
-def _check_records(refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str]) -> None:
-    if not len(refs) == len(sizes) == len(fmts):
-        raise FormatMismatch(f"{len(refs)} refs, {len(sizes)} sizes, {len(fmts)} formats: expected as many of each")
+def _check_records(
+    refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str], hints: Sequence[Hint] | None
+) -> None:
+    if not len(refs) == len(sizes) == len(fmts) == len(refs if hints is None else hints):
+        given = len(refs) if hints is None else len(hints)
+        raise FormatMismatch(
+            f"{len(refs)} refs, {len(sizes)} sizes, {len(fmts)} formats, {given} hints: expected as many of each"
+        )
     for ref, nbytes, fmt in zip(refs, sizes, fmts, strict=True):
         if (
             not 1 <= nbytes < 1 << 32

@@ -204,7 +204,8 @@ class QualityProbe:
         tokens = torch.tensor(window.prefix)
         self._model.forward(tokens, torch.arange(len(tokens)), capture, torch.empty(0, dtype=torch.int64))
         kv = capture.kv.to(getattr(torch, self._layout.groups[0].dtype))
-        blocks = kv.unflatten(3, (-1, self._layout.block_size))
+        layers, planes, heads, _, width = kv.shape
+        blocks = kv.reshape(layers, planes, heads, -1, self._layout.block_size, width)
         return blocks.movedim(3, 0).contiguous()
 
     def _continue(self, window: Window, blocks: Tensor) -> Tensor:

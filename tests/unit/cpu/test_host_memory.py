@@ -9,9 +9,10 @@ from kvtier.cpu import HostTier
 from kvtier.errors import CapacityError, FormatMismatch, LeaseError, TierUnavailable
 from kvtier.hints import NO_HINT, Hint
 from kvtier.metrics import Metrics
+from kvtier.native.checksum import copy_checksum
 from kvtier.policies import LruPolicy
 from kvtier.testing.blocks import chain_refs, content, load, put, run_length
-from kvtier.tiers import Exists, Full, Handle, Status, block_checksum
+from kvtier.tiers import Exists, Full, Handle, Status
 
 SIZE = 8192
 
@@ -170,9 +171,9 @@ def hook_bytes(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> N
     def checksum(*args) -> bytes:
         while waiting:
             waiting.pop()()
-        return block_checksum(*args)
+        return copy_checksum(*args)
 
-    monkeypatch.setattr("kvtier.cpu.tier.block_checksum", checksum)
+    monkeypatch.setattr("kvtier.cpu.tier.copy_checksum", checksum)
 
 
 def test_abort_during_a_write_does_not_free_the_memory_under_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The NVMe tier beyond the public suite: placement, eviction, faults of the disk."""
 
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import lmdb
 import pytest
 
 from kvtier.errors import FormatMismatch, LeaseError, TierUnavailable
+from kvtier.hints import Hint
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.nvme.holds import NvmeHandle
@@ -222,18 +224,30 @@ def test_a_failed_write_is_full(
     assert run_length(tier, refs) == 3
 
 
-def test_a_failed_read_is_a_miss(tier: NvmeTier, metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_read_is_a_miss_that_heals(tier: NvmeTier, metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     refs = chain_refs(3)
     put(tier, refs, _SIZE)
     with monkeypatch.context() as broken:
         _fail_with(broken, "preadv", errno.EIO)
         assert [status for status, _ in load(tier, [ref.key for ref in refs])] == [Status.MISS] * 3
     assert metrics.value("errors_total", tier="nvme", operation="read") == 3
+    assert metrics.value("evicted_blocks_total", tier="nvme", reason="read_error") == 3
+    assert run_length(tier, refs) == 0  # nobody is promised it again
+    put(tier, refs, _SIZE)
+    assert [data for _, data in load(tier, [ref.key for ref in refs])] == [content(ref, _SIZE) for ref in refs]
+
+
+def test_a_read_that_failed_for_want_of_memory_may_be_repeated(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    refs = chain_refs(3)
+    put(tier, refs, _SIZE)
+    with monkeypatch.context() as broken:
+        _fail_with(broken, "preadv", errno.ENOMEM)
+        assert [status for status, _ in load(tier, [ref.key for ref in refs])] == [Status.MISS] * 3
     assert [data for _, data in load(tier, [ref.key for ref in refs])] == [content(ref, _SIZE) for ref in refs]
 
 
 def test_segments_that_cannot_grow_are_full(tmp_path: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.nvme.space._AHEAD_PAGES", 0)
+    monkeypatch.setattr("kvtier.nvme.growing._AHEAD_PAGES", 0)
     tier = NvmeTier(tmp_path / "n", 2 * _MIB, NvmeOptions(min_free_bytes=0), metrics=metrics)
     with monkeypatch.context() as broken:
         _fail_with(broken, "posix_fallocate", errno.ENOSPC)
@@ -247,10 +261,10 @@ def test_segments_that_cannot_grow_are_full(tmp_path: Path, metrics: Metrics, mo
 def test_the_floor_stops_growth_but_not_reuse(
     tmp_path: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.nvme.space._AHEAD_PAGES", 0)
+    monkeypatch.setattr("kvtier.nvme.growing._AHEAD_PAGES", 0)
     tier = NvmeTier(tmp_path / "n", 8 * _MIB, NvmeOptions(min_free_bytes=_MIB), metrics=metrics)
     put(tier, chain_refs(64, seed=1), _SIZE)
-    monkeypatch.setattr("kvtier.nvme.space.disk_free", lambda where: _MIB)
+    monkeypatch.setattr("kvtier.nvme.growing.disk_free", lambda where: _MIB)
     put(tier, chain_refs(64, seed=2), _SIZE)
     assert run_length(tier, chain_refs(64, seed=2)) == 64
     assert tier.stats()["blocks"] == 64
@@ -272,7 +286,8 @@ def test_an_index_without_room_drops_and_leaks_nothing(
     with monkeypatch.context() as broken:
         broken.setattr(Index, "write", _index_refuses)
         tier.commit(handles)
-        late = tier.reserve(chain_refs(1, seed=2), [_SIZE], ["raw"], "writer")
+        # More than the arena holds.
+        late = tier.reserve(chain_refs(1, seed=2), [40 * _SIZE], ["raw"], "writer")
         assert late == [Full("index_full")]
     assert metrics.value("dropped_blocks_total", tier="nvme", reason="commit_failed") == 4
     assert run_length(tier, refs) == 0
@@ -297,6 +312,103 @@ def test_a_block_that_fails_its_checksum_only_once_read(tier: NvmeTier, tmp_path
     assert [status for status, _ in load(tier, [ref.key for ref in refs])] == [Status.OK, Status.CORRUPT, Status.OK]
     assert metrics.value("corrupt_blocks_total", tier="nvme") == 1
     assert run_length(tier, refs) == 1
+
+
+# ---- the arena
+
+
+def test_a_batch_costs_one_transaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = NvmeTier(tmp_path / "n", 24 * _MIB, NvmeOptions(min_free_bytes=0))
+    put(tier, chain_refs(4), 4096)
+    _wait_until_prepared(tier)
+    written: list[None] = []
+    write = Index.write
+
+    def counted(index: Index) -> object:
+        written.append(None)
+        return write(index)
+
+    monkeypatch.setattr(Index, "write", counted)
+    for seed in range(1, 11):
+        put(tier, chain_refs(4, seed=seed), 4096)
+    assert len(written) == 10
+    tier.close()
+
+
+def test_what_the_arena_holds_is_not_occupied_and_goes_back(
+    tmp_path: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.nvme.growing._TIDY_SECONDS", 0.01)
+    tier = NvmeTier(tmp_path / "n", 64 * _MIB, NvmeOptions(min_free_bytes=0), metrics=metrics)
+    put(tier, chain_refs(4), _SIZE)
+    assert tier.stats()["bytes"] == 4 * _SIZE == metrics.value("occupied_bytes", tier="nvme")
+    while tier.check()["reserved_pages"]:
+        pass
+    assert tier.stats()["bytes"] == 4 * _SIZE
+    tier.close()
+
+
+def test_pages_taken_from_a_writer_whose_lock_is_gone_are_not_used(
+    tier: NvmeTier, tmp_path: Path, metrics: Metrics
+) -> None:
+    refs = chain_refs(4)
+    handles = _reserve(tier, refs)
+    _write(tier, handles)
+    tier._space.reclaim_from({tier._opened.directory.writer})  # what others do with a dead writer
+    tier.commit(handles)
+    assert run_length(tier, refs) == 0
+    assert metrics.value("dropped_blocks_total", tier="nvme", reason="commit_failed") == 4
+    put(tier, refs, _SIZE)
+    assert run_length(tier, refs) == 4
+
+
+def test_exactness_and_fidelity_decide_what_replaces_what(tier: NvmeTier) -> None:
+    lossy = chain_refs(1, exact=False)
+    exact = chain_refs(1)
+    order = [(lossy, "int4r"), (lossy, "int8"), (lossy, "raw"), (exact, "int4r"), (exact, "int8"), (exact, "raw")]
+    for at, (refs, fmt) in enumerate(order):
+        for worse_refs, worse in order[:at]:
+            assert tier.reserve(worse_refs, [_SIZE], [worse], "w") == [Exists(ready=True)]
+        handle = tier.reserve(refs, [_SIZE], [fmt], "w")[0]
+        assert isinstance(handle, NvmeHandle), fmt
+        assert tier.reserve(refs, [_SIZE], [fmt], "w") == [Exists(ready=False)]
+        _write(tier, [handle])
+        tier.commit([handle])
+        leased = tier.acquire([refs[0].key], "r").wait(30).handles
+        assert (leased[0].fmt, leased[0].ref.exact) == (fmt, refs is exact)
+        tier.release(leased)
+    assert tier.stats()["bytes"] == _SIZE
+
+
+def test_an_owner_that_is_gone_holds_nothing(tier: NvmeTier) -> None:
+    refs = chain_refs(6)
+    put(tier, refs[:2], _SIZE)
+    tier.acquire([ref.key for ref in refs[:2]], "lost").wait(30)
+    kept = tier.acquire([refs[0].key], "kept").wait(30).handles
+    tier.reserve(refs[2:], [_SIZE] * 4, ["raw"] * 4, "lost")
+    tier.release_owner("lost")
+    tier.release_owner("nobody")
+    stats = tier.stats()
+    assert (stats["leases"], stats["reservations"], stats["bytes"]) == (1, 0, 2 * _SIZE)
+    tier.release(kept)
+
+
+def test_hints_order_eviction(tier: NvmeTier) -> None:
+    old, dead, late = (chain_refs(32, seed=seed) for seed in range(3))
+    put(tier, old, _SIZE)
+    handles = tier.reserve(dead, [_SIZE] * 32, ["raw"] * 32, "w", [Hint(reuse="none")] * 32)
+    held = [handle for handle in handles if isinstance(handle, NvmeHandle)]
+    _write(tier, held)
+    tier.commit(held)
+    put(tier, late, _SIZE)
+    put(tier, chain_refs(40, seed=9), _SIZE)
+    assert (run_length(tier, old), run_length(tier, late)) == (32, 32)
+    assert run_length(tier, dead) <= 24
+    tier.hint([ref.key for ref in late] + [bytes(16)], [Hint(reuse="none")] * 33)
+    put(tier, chain_refs(40, seed=10), _SIZE)
+    assert run_length(tier, old) == 32
+    with pytest.raises(FormatMismatch, match="1 keys, 2 hints"):
+        tier.hint([old[0].key], [Hint()] * 2)
 
 
 # ---- durability
@@ -331,10 +443,19 @@ def test_flush_that_the_disk_refuses_is_counted_and_not_clean(
     assert '"clean": false' in (tmp_path / "n" / "META.json").read_text()
 
 
+@pytest.mark.parametrize("refuses", ["open", "pwritev"])
 def test_buffered_where_there_is_no_direct_io(
-    tmp_path: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch, refuses: str
 ) -> None:
-    monkeypatch.setattr("kvtier.nvme.opening.takes_direct_io", lambda directory: False)
+    real = getattr(os, refuses)
+
+    def einval(first: int | str, *rest: object, **named: object) -> object:
+        flags = rest[0] if refuses == "open" else fcntl.fcntl(int(first), fcntl.F_GETFL)
+        if int(str(flags)) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(first, *rest, **named)
+
+    monkeypatch.setattr(os, refuses, einval)
     tier = NvmeTier(tmp_path / "n", 2 * _MIB, NvmeOptions(min_free_bytes=0), metrics=metrics)
     refs = chain_refs(5)
     put(tier, refs, 10_000)

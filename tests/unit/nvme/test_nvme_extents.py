@@ -8,7 +8,7 @@ import lmdb
 import pytest
 
 from kvtier.errors import CorruptObject
-from kvtier.nvme.extents import MAX_FRAGMENTS, Extent, FreeMap, merged, pages_for
+from kvtier.nvme.extents import Extent, FreeMap, merged, pages_for
 
 
 def _pages(extents: tuple[Extent, ...] | list[Extent]) -> set[int]:
@@ -23,23 +23,24 @@ def free(tmp_path: Path) -> Iterator[FreeMap]:
             yield FreeMap(txn, db)
 
 
-def test_a_batch_is_one_contiguous_run_where_there_is_one(free: FreeMap) -> None:
+def test_one_run_is_preferred_and_gives_more_than_the_least(free: FreeMap) -> None:
     free.add([Extent(0, 5), Extent(10, 30)])
-    taken = free.take([4, 4, 4])
-    assert taken == [(Extent(10, 4),), (Extent(14, 4),), (Extent(18, 4),)]
-    assert free.runs() == [Extent(0, 5), Extent(22, 18)]
+    assert free.take(12, 20) == [Extent(10, 20)]
+    assert free.runs() == [Extent(0, 5), Extent(30, 10)]
 
 
-def test_a_batch_is_split_before_a_record_is(free: FreeMap) -> None:
-    free.add([Extent(0, 5), Extent(10, 6)])
-    assert free.take([5, 5]) == [(Extent(10, 5),), (Extent(0, 5),)]
-
-
-def test_a_record_is_split_where_space_is_scattered(free: FreeMap) -> None:
+def test_several_runs_where_no_single_one_is_enough(free: FreeMap) -> None:
     free.add([Extent(0, 3), Extent(10, 2), Extent(20, 4), Extent(30, 1)])
-    assert free.take([9]) == [(Extent(20, 4), Extent(0, 3), Extent(10, 2))]
-    assert free.take([2]) == []
-    assert free.take([1]) == [(Extent(30, 1),)]
+    assert free.take(8, 100) == [Extent(20, 4), Extent(0, 3), Extent(10, 1)]
+    assert free.runs() == [Extent(11, 1), Extent(30, 1)]
+    assert free.take(5, 5) == [Extent(11, 1), Extent(30, 1)]
+    assert free.take(1, 1) == []
+
+
+def test_runs_beyond_a_bounded_look_are_found_when_they_are_needed(free: FreeMap) -> None:
+    free.add(Extent(2 * at, 1) for at in range(1000))
+    assert sum(extent.pages for extent in free.take(700, 700)) == 700
+    assert sum(run.pages for run in free.runs()) == 300
 
 
 def test_freeing_twice_is_noticed(free: FreeMap) -> None:
@@ -59,7 +60,7 @@ def test_random_use_loses_and_invents_no_page(free: FreeMap) -> None:
     dice = random.Random(3)
     total = 400
     free.add([Extent(0, total)])
-    held: list[tuple[Extent, ...]] = []
+    held: list[list[Extent]] = []
     available = set(range(total))
     for _ in range(1500):
         if held and dice.random() < 0.5:
@@ -67,17 +68,15 @@ def test_random_use_loses_and_invents_no_page(free: FreeMap) -> None:
             free.add(back)
             available |= _pages(back)
         else:
-            sizes = [dice.randint(1, 12) for _ in range(dice.randint(1, 5))]
-            taken = free.take(sizes)
-            for size, extents in zip(sizes, taken, strict=False):
-                assert len(_pages(extents)) == sum(extent.pages for extent in extents) == size
-                assert len(extents) <= MAX_FRAGMENTS
-                assert _pages(extents) <= available
-                available -= _pages(extents)
-                held.append(extents)
-            if len(taken) < len(sizes):
-                largest = sorted((run.pages for run in free.runs()), reverse=True)[:MAX_FRAGMENTS]
-                assert sum(largest) < sizes[len(taken)]
+            least = dice.randint(1, 60)
+            most = least + dice.randint(0, 20)
+            taken = free.take(least, most)
+            count = len(_pages(taken))
+            assert count == sum(extent.pages for extent in taken)
+            assert min(least, len(available)) <= count <= most
+            assert _pages(taken) <= available
+            available -= _pages(taken)
+            held.append(taken)
         runs = free.runs()
         assert _pages(runs) == available
         assert merged(runs) == runs

@@ -286,13 +286,15 @@ class TestAnotherCapacity:
         assert tier.stats()["bytes"] <= 2 * _MIB - 8192
         tier.close()
 
-    def test_larger_grows(self, path: Path) -> None:
+    @pytest.mark.parametrize("segment_bytes", [_MIB, 3 * _MIB])
+    def test_larger_grows_in_segments_of_the_size_that_is_there(self, path: Path, segment_bytes: int) -> None:
         tier = _open(path, 2 * _MIB)
         self._many(tier)
         tier.close()
-        tier = _open(path, 5 * _MIB)
+        tier = _open(path, 5 * _MIB, segment_bytes=segment_bytes)
         chains = self._many(tier)
         assert [run_length(tier, refs) for refs in chains] == [16] * 12
+        assert {file.stat().st_size for file in path.glob("seg-*.kv")} == {_MIB}
         assert tier.check(verify=True)["leaked_pages"] == 0
         tier.close()
 
