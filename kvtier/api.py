@@ -60,8 +60,15 @@ class _Stack:
     def _engine(self, options: EngineOptions, layout: Layout) -> Engine:
         if self.store is None:
             return Engine(self.model, options)
-        gate = self.config.tiering.recompute_gate
-        self.connection = connect(self.store, self.model, layout, options.token_budget, recompute_gate=gate)
+        tiering = self.config.tiering
+        self.connection = connect(
+            self.store,
+            self.model,
+            layout,
+            options.token_budget,
+            recompute_gate=tiering.recompute_gate,
+            copies="inclusive" if tiering.host is None else tiering.host.copies,
+        )
         return Engine(self.model, options, (self.connection.scheduler, self.connection.worker))
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -129,11 +129,14 @@ class TransferPlan:
     loads, saves: job id -> copies, block by block, with all parts of each block; a worker makes those of its shard.
         Loads start before the step's forward, saves after it.
     fences: save jobs that must have left the device before this step's forward may write.
+    evacuations: job id -> copies, as of saves, of blocks that this step writes over: what they held before. They start
+        first, and have left the device before anything else (a copied block, a load, the forward) may write.
     """
 
     loads: dict[int, tuple[Load, ...]] = field(default_factory=dict)
     saves: dict[int, tuple[Save, ...]] = field(default_factory=dict)
     fences: frozenset[int] = frozenset()
+    evacuations: dict[int, tuple[Save, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +219,10 @@ class WorkerHook(Protocol):
         ...
 
     def begin(self, plan: TransferPlan) -> None:
-        """Wait for the plan's fences, then start its loads. Saves are remembered for `end`.
+        """Make the plan's evacuations, wait for its fences, then start its loads. Saves are remembered for `end`.
 
-        An engine may hand over a plan in pieces: fences, then loads, before the forward, saves once it succeeded.
+        An engine may hand over a plan in pieces: evacuations and fences, then loads, before the forward, saves once it
+        succeeded.
         Every job that was handed over is reported by some later `end`, also when this raises: a copy that could not
         be started has failed.
         """

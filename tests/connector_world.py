@@ -86,7 +86,7 @@ def step(half: TierScheduler, *spans: StepSpan, written: Sequence[int] = ()) -> 
 
 
 def finish(half: TierScheduler, plan: TransferPlan, seconds: float = 0.0) -> Completed:
-    jobs = (*plan.loads, *plan.saves)
+    jobs = (*plan.loads, *plan.saves, *plan.evacuations)
     return half.completed(TransferResults(finished=jobs, seconds=dict.fromkeys(jobs, seconds)))
 
 

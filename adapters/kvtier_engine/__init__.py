@@ -10,7 +10,7 @@ An adapter says three things, and this file says them for the bundled engine:
 
 from dataclasses import dataclass
 
-from kvtier.connector import ConnectorOptions, TierScheduler, TierWorker
+from kvtier.connector import ConnectorOptions, CopyRule, TierScheduler, TierWorker
 from kvtier.cost import PrefillShape
 from kvtier.cpu import AttachedRegion, StagingRegion
 from kvtier.engine.models import LoadedModel
@@ -34,6 +34,7 @@ class Connection:
 
     def close(self) -> None:
         """End the copies and let go of the staging memory; the store stays open. Idempotent."""
+        self.scheduler.close()
         self.worker.close()
         self.staging.close()
 
@@ -64,6 +65,7 @@ def connect(
     *,
     salt: str = "",
     recompute_gate: bool = True,
+    copies: CopyRule = "inclusive",
 ) -> Connection:
     """Wire both hook halves over `store`, in this process.
 
@@ -74,6 +76,7 @@ def connect(
         token_budget: tokens per engine step; staging holds the blocks of several steps.
         salt: see `namespace_of`.
         recompute_gate: load only what is cheaper to load than to compute.
+        copies: see `ConnectorOptions`.
     """
     block_bytes = layout.block_bytes()
     per_step = -(-token_budget // layout.block_size)
@@ -87,7 +90,10 @@ def connect(
     namespace = namespace_of(model, layout, salt)
     store.register(namespace_index(namespace.digest), layout)
     options = ConnectorOptions(
-        recompute_gate=recompute_gate, shape=prefill_shape(model), load_seconds=store.options.load_deadline
+        recompute_gate=recompute_gate,
+        shape=prefill_shape(model),
+        load_seconds=store.options.load_deadline,
+        copies=copies,
     )
     scheduler = TierScheduler(store, namespace, layout.block_size, staging, options)
     return Connection(scheduler, TierWorker(regions, layout), staging)

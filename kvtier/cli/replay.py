@@ -45,7 +45,7 @@ def replay(  # noqa: PLR0913  options of a command
     hints: Annotated[str, typer.Option(help="none, true, half-wrong or trace.")] = "none",
     write: Annotated[str, typer.Option(help="When to write to NVMe: through, leave or second_touch.")] = "leave",
     copies: Annotated[
-        str, typer.Option(help="Host's copies of device blocks: inclusive, marked (leave first) or exclusive.")
+        str, typer.Option(help="Host's copies of device blocks: inclusive, or exclusive (leave first).")
     ] = "inclusive",
     sessions: Annotated[
         int | None, typer.Option(help="Make up turns of so many conversations at a time (Azure traces only).")

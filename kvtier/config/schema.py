@@ -118,6 +118,11 @@ class HostSettings(_Section):
         default="raw",
         description="How blocks are encoded here, in a format of fixed size; lossy ones need accept_lossy",
     )
+    copies: Literal["inclusive", "exclusive"] = Field(
+        default="inclusive",
+        description="What device memory holds too: inclusive, stays like all else; exclusive, leaves first once host "
+        "is full and is saved again when it leaves the device, for hosts that one engine uses alone",
+    )
 
 
 class NvmeSettings(_Section):

@@ -1,11 +1,14 @@
 """ConnectorOptions: how a connector decides, as data."""
 
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
 
 from kvtier.cost import PrefillShape
 from kvtier.errors import ConfigError
 
-__all__ = ["ConnectorOptions"]
+__all__ = ["ConnectorOptions", "CopyRule"]
+
+CopyRule: TypeAlias = Literal["inclusive", "exclusive"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,8 @@ class ConnectorOptions:
         shape: how prefill work grows with depth.
         load_seconds: a look-up, and then a load, that takes longer is given up, and its tokens are computed.
         least_seconds: how long it may take at least, however fast computing would be.
+        copies: what becomes of host's copies of device blocks. `inclusive`: nothing, they stay as long as they would
+            anyway; `exclusive`: once host is full they leave it first, and are saved again when they leave the device.
 
     Raises:
         ConfigError: a value is out of range.
@@ -30,6 +35,7 @@ class ConnectorOptions:
     shape: PrefillShape = field(default_factory=PrefillShape)
     load_seconds: float = 10.0
     least_seconds: float = 2.0
+    copies: CopyRule = "inclusive"
 
     def __post_init__(self) -> None:
         if self.groups < 1 or self.shards < 1:
@@ -39,3 +45,5 @@ class ConnectorOptions:
                 f"load_seconds={self.load_seconds}, least_seconds={self.least_seconds}: expected finite seconds, "
                 f"more than 0 and at least 0"
             )
+        if self.copies not in get_args(CopyRule):
+            raise ConfigError(f"copies={self.copies!r}: expected one of {', '.join(get_args(CopyRule))}")

@@ -1,11 +1,15 @@
-"""What is saved when: every full block of a running request once, in chain order, as staging memory allows."""
+"""What is saved when: every full block of a running request once, in chain order, as staging memory allows.
+
+Blocks that leave the device, and that host holds no more, are saved once again before they are overwritten.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 
-from kvtier.connector.duplicates import DeviceCopies
+from kvtier.connector.duplicates import DeviceCopies, Leaving
 from kvtier.connector.futures import settled
 from kvtier.connector.hinting import block_hints
 from kvtier.connector.parts import Parts
@@ -21,17 +25,16 @@ __all__ = ["SaveQueue"]
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Blocks of one chain on their way device -> staging -> store; refs, spans and hints are one per part."""
+    """Blocks on their way device -> staging -> store; refs, spans and hints are one per part.
 
-    request_id: str
+    They are of one chain, a request's, or (`request_id` None) what leaves the device in one step.
+    """
+
+    request_id: str | None
     block_ids: tuple[int, ...]
     refs: tuple[BlockRef, ...]
     spans: tuple[Span, ...]
-    hints: list[Hint] | None
-
-    @property
-    def keys(self) -> list[bytes]:
-        return [ref.key for ref in self.refs]
+    hints: list[Hint] | None = None
 
 
 class SaveQueue:
@@ -64,8 +67,8 @@ class SaveQueue:
         self._saved: dict[str, int] = {}  # request -> leading blocks that need no saving any more
         self._waiting: dict[str, int] = {}  # request -> full blocks that found no staging memory
         self._copying: dict[int, _Job] = {}
-        self._putting: list[tuple[Future[PutResult], _Job]] = []
-        self._open: Counter[str] = Counter()  # request -> its jobs
+        self._putting: list[tuple[Future[PutResult], _Job, int]] = []  # with the number of blocks that arrived
+        self._open: Counter[str | None] = Counter()  # request -> its jobs
 
     @property
     def busy(self) -> bool:
@@ -82,15 +85,28 @@ class SaveQueue:
         for span in step.spans:
             job = self._job_for(span)
             if job is not None:
-                number = next(jobs)
-                self._copying[number] = job
-                self._open[job.request_id] += 1
-                self._copies.filled(job.block_ids, job.keys)
-                parts = len(self._parts)
-                saves[number] = tuple(
-                    Save(job.block_ids[at // parts], span, at % parts) for at, span in enumerate(job.spans)
-                )
-        return saves
+                self._copies.filled(job.block_ids, job.refs)
+                saves[next(jobs)] = job
+        return self._begin(saves)
+
+    def evacuate(self, leaving: Sequence[Leaving], jobs: Iterator[int]) -> dict[int, tuple[Save, ...]]:
+        """A save job for what leaves the device with this step; what finds no staging memory is dropped, counted."""
+        spans = self._allocate(len(leaving)) if leaving else []
+        fitting = len(spans) // len(self._parts)
+        self._drop("staging_full", len(leaving) - fitting)
+        if not fitting:
+            return {}
+        ids, refs = zip(*leaving[:fitting], strict=True)
+        return self._begin({next(jobs): _Job(None, ids, tuple(chain.from_iterable(refs)), tuple(spans))})
+
+    def _begin(self, jobs: Mapping[int, _Job]) -> dict[int, tuple[Save, ...]]:
+        self._copying.update(jobs)
+        self._open.update(job.request_id for job in jobs.values())
+        parts = len(self._parts)
+        return {
+            number: tuple(Save(job.block_ids[at // parts], span, at % parts) for at, span in enumerate(job.spans))
+            for number, job in jobs.items()
+        }
 
     def _job_for(self, span: StepSpan) -> _Job | None:
         request, full, parts = span.request, span.stop // self._block_size, len(self._parts)
@@ -98,6 +114,7 @@ class SaveQueue:
         if first is None:
             keys = self._parts.keys(request.chain[:full])
             first = self._store.wanted(keys, exact=span.exact, parts=parts)
+            first += self._copies.leading(span.block_ids[first:full], keys[first * parts :])
         spans = self._allocate(full - first) if full > first else []
         stop = first + len(spans) // parts
         self._saved[request.id] = stop
@@ -134,18 +151,19 @@ class SaveQueue:
         buffers = [self._staging[at % parts].view(span) for at, span in enumerate(job.spans[: blocks * parts])]
         items = list(zip(job.refs, buffers, strict=False))
         hints = None if job.hints is None else job.hints[: len(items)]
-        self._putting.append((self._store.put(items, hints, parts=parts), job))
+        self._putting.append((self._store.put(items, hints, parts=parts), job, blocks))
         self._drop("copy_failed", len(job.block_ids) - blocks)
 
     def collect(self) -> None:
         """Free the staging memory of finished puts."""
         going = []
-        for future, job in self._putting:
+        for future, job, arrived in self._putting:
             if not future.done():
-                going.append((future, job))
+                going.append((future, job, arrived))
                 continue
             if settled(future, None) is not None:
-                self._copies.stored(job.block_ids, job.keys)
+                # No block that did not arrive: after a step that failed it holds anything.
+                self._copies.stored(job.block_ids[:arrived], job.refs)
             for part, region in enumerate(self._staging):
                 region.free(job.spans[part :: len(self._parts)])
             self._open[job.request_id] -= 1

@@ -4,7 +4,8 @@ A request's way through it:
 
     match       look up -> gate -> acquire (Pending) -> leased, offered
     allocated   fetch into host
-    plan        fetched -> a load job for the workers; newly full blocks -> a save job
+    plan        fetched -> a load job for the workers; newly full blocks -> a save job;
+                blocks that leave the device and are not in host any more -> an evacuation
     completed   loaded -> lease ends; saved -> put into the store, staging freed
 
 What takes too long on the way is given up and computed instead: a tier that hangs costs its deadline, once.
@@ -117,7 +118,7 @@ class TierScheduler:
         self._store = store
         self._block_size = block_size
         self._gate = Gate(store, block_size, sum(region.slot_bytes for region in regions), options)
-        self._copies = DeviceCopies(store)
+        self._copies = DeviceCopies(store, len(self._parts), exclusive=options.copies == "exclusive")
         self._saves = SaveQueue(store, self._parts, block_size, regions, self._copies)
         self._hinting = Hinting(store, self._parts)
         self._loading: dict[str, _Loading] = {}
@@ -234,7 +235,7 @@ class TierScheduler:
 
     def plan(self, step: Step) -> TransferPlan:
         """See `SchedulerHook.plan`."""
-        self._copies.overwritten(step.written)
+        evacuations = self._saves.evacuate(self._copies.leaving(step.written), self._jobs)
         loads: dict[int, tuple[Load, ...]] = {}
         now = time.monotonic()
         for request_id, state in list(self._loading.items()):
@@ -247,8 +248,8 @@ class TierScheduler:
                 self._end_load(request_id, state, 0)
         self._late = [(work, deadline) for work, deadline in self._late if not work.done() and now < deadline]
         saves = self._saves.plan(step, self._jobs)
-        self._copies.flush()
-        return TransferPlan(loads, saves, self._saves.fences(step.written, planned=saves))
+        fences = self._saves.fences(step.written, planned=saves | evacuations)
+        return TransferPlan(loads, saves, fences, evacuations)
 
     def _start_load(self, request_id: str, state: _Loading, fetched: int, loads: dict[int, tuple[Load, ...]]) -> None:
         state.good = fetched
@@ -285,9 +286,10 @@ class TierScheduler:
             self._gate.link.observe(state.nbytes, ended.seconds)
         good = state.good if ended.good is None else ended.good
         lease, (start, stop) = state.lease, state.leased(good)
-        keys = [handle.ref.key for _, handle in lease.part(start, stop)]
-        self._copies.filled(state.device_blocks[:good], keys)
-        self._copies.stored(state.device_blocks[:good], keys)
+        if not state.abandoned:
+            refs = [handle.ref for _, handle in lease.part(start, stop)]
+            self._copies.filled(state.device_blocks[:good], refs)
+            self._copies.stored(state.device_blocks[:good], refs)
         for at, tier in enumerate(state.found_in[:good], start):
             nbytes = lease.nbytes(at, at + 1)
             self._store.metrics.loaded_bytes.labels(tier).inc(nbytes)
@@ -319,6 +321,10 @@ class TierScheduler:
         now = time.monotonic()
         late = any(not work.done() and now < deadline for work, deadline in self._late)
         return bool(late or self._loading or self._outbox.loaded or self._outbox.released) or self._saves.busy
+
+    def close(self) -> None:
+        """The engine is gone, and what its device held with it: other users of the store take no account of it."""
+        self._copies.close()
 
 
 def _end_lease(store: TieredStore, state: _Loading, _: "Future[Lease] | Future[int]") -> None:

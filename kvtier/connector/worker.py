@@ -81,8 +81,12 @@ class TierWorker:
         """See `WorkerHook.begin`."""
         # On record before the first is started: whatever happens, `end` reports them all.
         self._saves.update(plan.saves)
-        self._jobs.update((number, _Job(self._groups)) for number in plan.loads)
-        for number in plan.fences & self._jobs.keys():
+        self._jobs.update((number, _Job(self._groups)) for number in (*plan.evacuations, *plan.loads))
+        for number, copies in plan.evacuations.items():
+            self._start(number, copies, Direction.TO_HOST)
+        # This thread waits, on CUDA too: a lane records the event of a copy only once its own thread has got to it, so
+        # that there is none yet for the streams that will write (the forward's, and that of the loads) to wait for.
+        for number in (plan.fences | plan.evacuations.keys()) & self._jobs.keys():
             for ticket in self._jobs[number].tickets:
                 ticket.wait()
         for number, loads in plan.loads.items():

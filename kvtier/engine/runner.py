@@ -1,5 +1,6 @@
 """Runner: a step plan becomes tensors, a forward pass, sampled tokens. The engine's only room for torch."""
 
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -18,7 +19,7 @@ __all__ = ["Runner"]
 class Runner:
     """Runs steps on one device.
 
-        begin()      fences waited for, blocks copied, loads started
+        begin()      evacuations made, fences waited for, blocks copied, loads started
         compute()    KV computed, tokens sampled
         end()        saves started, ended transfers reported
 
@@ -41,18 +42,19 @@ class Runner:
     def begin(self, plan: StepPlan) -> None:
         """Before the step.
 
-        A copy may write where a fenced save still reads, and may read a block that was given up since, and that a
-        load is about to write: hence this order.
+        A copy may write where an evacuation or a fenced save still reads, and may read a block that was given up
+        since, and that a load is about to write: hence this order.
         """
-        transfers, fences = plan.transfers, plan.transfers.fences
+        transfers = plan.transfers
+        first = TransferPlan(fences=transfers.fences, evacuations=transfers.evacuations)
         if plan.copies:
-            if self._worker is not None and fences:
-                self._worker.begin(TransferPlan(fences=fences))
-                fences = frozenset()
+            if self._worker is not None and (first.fences or first.evacuations):
+                self._worker.begin(first)
+                first = TransferPlan()
             with torch.inference_mode():
                 self._pool.copy_blocks(plan.copies)
         if self._worker is not None:
-            self._worker.begin(TransferPlan(loads=transfers.loads, fences=fences))
+            self._worker.begin(replace(first, loads=transfers.loads))
 
     def compute(self, plan: StepPlan) -> list[int]:
         """The step; returns one token for each of `plan.samples`."""

@@ -25,7 +25,7 @@ __all__ = ["COPY_RULES", "LLAMA3_8B_TOKEN_BYTES", "WRITE_RULES", "CopyRule", "Re
 LLAMA3_8B_TOKEN_BYTES = 131072
 """KV bytes of one token of Llama-3-8B in bfloat16."""
 
-CopyRule: TypeAlias = Literal["inclusive", "marked", "exclusive"]
+CopyRule: TypeAlias = Literal["inclusive", "exclusive"]
 COPY_RULES: tuple[str, ...] = get_args(CopyRule)
 
 WRITE_RULES: tuple[str, ...] = get_args(WriteRule)
@@ -46,8 +46,8 @@ class ReplayPlan:
         block_bytes: KV bytes per block.
         full_bytes: store and verify blocks of full length, on a real NVMe tier; else the smallest records.
         write_rule: when blocks go to NVMe.
-        copies: what becomes of host's copies of device blocks: `inclusive`: nothing; `marked`: they leave host first
-            (`TieredStore.duplicate`); `exclusive`: so, and a block that leaves the device is put into host again.
+        copies: what becomes of host's copies of device blocks: `inclusive`: nothing; `exclusive`: they leave host
+            first (`TieredStore.duplicate`), and a block that leaves the device is put into host again.
         hints: which hints the store is given; see `kvtier.replay.foresight`.
         time_scale: replay so many times faster than the trace by sleeping; None: as fast as possible.
         seed: of what is drawn at random.

@@ -128,8 +128,7 @@ class _Run:
         for moved, above in ((left, False), (entered, True)):
             if moved:
                 self._stage.store.duplicate([ref.key for ref in self._records.known(moved)], above=above)
-        if self._plan.copies == "exclusive":
-            self._put(self._records.known(left), None)
+        self._put(self._records.known(left), None)
 
     # ---- accounts
 

@@ -1,7 +1,7 @@
 """Placement: which blocks go to the lower tiers, and when.
 
 through        at once
-leave          when they are among the coldest tenth of a host tier that is nine tenths full
+leave          when they are among the coldest tenth (and 4,096 blocks) of a host tier that is nine tenths full
 second_touch   when they are put or found a second time
 
 A write budget admits by second touch while the day's bytes run ahead of the day, whatever the rule.
@@ -25,6 +25,9 @@ __all__ = ["Placed", "Placement"]
 
 _OWNER = OWN_WORK + "leave"
 _HIGH_WATER = 0.9
+# Leaving: so many of the coldest blocks are looked at, and again once a quarter as many came in.
+_MOST_COLD = 4096
+_LOOKS = 4
 # Keys that second touch remembers: 16 bytes and a dictionary entry each.
 _REMEMBERED = 1 << 18
 
@@ -70,6 +73,8 @@ class Placement:
         self._lane = Lane("kvtier-leave", 1)
         self._looking = False
         self._gone: list[bytes] = []
+        self._arrivals = 0
+        self._next_look = 0
         self._announce()
 
     @property
@@ -142,10 +147,10 @@ class Placement:
             return []
         return self._coldest(len(sizes))
 
-    def arrived(self, leaving: Sequence[bytes]) -> None:
-        """Records came into host; `leaving`: what `leaving` said before."""
+    def arrived(self, count: int, leaving: Sequence[bytes]) -> None:
+        """`count` records came into host; `leaving`: what `leaving` said before."""
         if self._demoters and self.rule == "leave":
-            self._look(leaving)
+            self._look(count, leaving)
 
     def _nearly_full(self, incoming: int = 0) -> bool:
         stats = self._gate.attempt("stats", self._host.stats, None)
@@ -154,11 +159,12 @@ class Placement:
     def _coldest(self, count: int) -> list[bytes]:
         return self._gate.attempt("coldest", lambda: self._host.coldest(count), [])
 
-    def _look(self, leaving: Sequence[bytes]) -> None:
+    def _look(self, count: int, leaving: Sequence[bytes]) -> None:
         """Have the coldest blocks written in the background; one look at a time, however many puts ask for it."""
         with self._lock:
             self._gone += leaving
-            if self._looking:
+            self._arrivals += count
+            if self._looking or self._arrivals < self._next_look:
                 return
             self._looking = True
         if not self._lane.submit(self._leave):
@@ -167,16 +173,21 @@ class Placement:
     def _leave(self) -> None:
         with self._lock:
             self._looking = False
-            gone, self._gone = self._gone, []
-        self._count_lost(gone)
-        if self._nearly_full():
-            blocks = self._gate.attempt("stats", self._host.stats, {"blocks": 0})["blocks"]
-            cold = self._coldest(int(blocks * (1 - _HIGH_WATER)) + 1)
-            for demoter in self._demoters:
-                self._demote(demoter, cold)
+            self._arrivals = self._next_look = 0
+        self._count_lost()
+        if not self._nearly_full():
+            return
+        blocks = self._gate.attempt("stats", self._host.stats, {"blocks": 0})["blocks"]
+        cold = self._coldest(min(int(blocks * (1 - _HIGH_WATER)) + 1, _MOST_COLD))
+        for demoter in self._demoters:
+            self._demote(demoter, cold)
+        with self._lock:
+            self._next_look = len(cold) // _LOOKS
 
-    def _count_lost(self, gone: Sequence[bytes]) -> None:
+    def _count_lost(self) -> None:
         """What left host and is in no lower tier either was too late."""
+        with self._lock:
+            gone, self._gone = self._gone, []
         for demoter in self._demoters if gone else ():
             here = self._gate.present(gone, exact=False)
             left = [key for key, still in zip(gone, here, strict=True) if not still]
@@ -215,6 +226,7 @@ class Placement:
     def settle(self) -> None:
         """Wait until everything that was decided so far is written or dropped."""
         done = threading.Event()
+        self._lane.submit(self._count_lost)
         if self._lane.submit(done.set):
             done.wait()
         for demoter in self._demoters:

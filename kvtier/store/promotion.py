@@ -172,7 +172,7 @@ class Promoter:
         finally:
             # What was committed is no reservation any more; the rest (a bad block and its descendants) goes.
             self._host.abort([move.slot for move in moves])
-            self._placement.arrived(leaving)
+            self._placement.arrived(len(moves), leaving)
         return any(isinstance(slot, Full) for slot in results)
 
     def _fill(self, port: Port, moves: Sequence[_Move], deadline: float | None) -> int:

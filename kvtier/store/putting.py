@@ -92,7 +92,7 @@ class Putter:
                 self._gate.remove(deleted)
         good = [Placed(item.ref, item.data.nbytes, item.hint) for item in items if item.ref.key not in bad]
         self._placement.stored(good)
-        self._placement.arrived(leaving)
+        self._placement.arrived(len(claimed), leaving)
         return self._counted(items, parts, stored, bad)
 
     def _counted(self, items: Sequence[Item], parts: int, stored: set[bytes], bad: set[bytes]) -> PutResult:

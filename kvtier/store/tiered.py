@@ -143,6 +143,10 @@ class TieredStore:
         _check_parts(keys, parts)
         return len(self._leases.match(keys, parts, exact=exact and self._recoder.keeps_exact()))
 
+    def held(self, keys: Sequence[bytes], *, exact: bool) -> list[bool]:
+        """Which of `keys` are in host, and (`exact`) exact where host can keep them so; each by itself, no run."""
+        return self._ports[0].present(keys, exact=exact and self._recoder.keeps_exact())
+
     def acquire(
         self,
         keys: Sequence[bytes],

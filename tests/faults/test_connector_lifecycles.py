@@ -8,7 +8,7 @@ import pytest
 import torch
 from connector_world import BLOCK_BYTES, NAMESPACE, SIZE, Request, SlowTier, holds_nothing, until
 
-from kvtier.connector import ConnectorOptions, TierScheduler, TierWorker
+from kvtier.connector import ConnectorOptions, CopyRule, TierScheduler, TierWorker
 from kvtier.cpu import AttachedRegion, HostTier, StagingRegion
 from kvtier.hooks import Match, Step, StepSpan, TransferResults
 from kvtier.store import TieredStore
@@ -30,11 +30,11 @@ class Life:
 class World:
     """Scheduler half, worker half and two tiers; a device pool whose blocks say which key they hold."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, copies: CopyRule) -> None:
         self.random = Random(seed)
         self.store = TieredStore(HostTier(14 * BLOCK_BYTES), [SlowTier(20 * BLOCK_BYTES)])
         self.staging = StagingRegion(BLOCK_BYTES, 10)
-        options = ConnectorOptions(load_seconds=0.5, least_seconds=0.0)
+        options = ConnectorOptions(load_seconds=0.5, least_seconds=0.0, copies=copies)
         self.half = TierScheduler(self.store, NAMESPACE, SIZE, self.staging, options)
         shares = [*self.store.host.regions(), *self.staging.regions()]
         self.worker = TierWorker({each.region: AttachedRegion(each.fd, each.nbytes, each.writable) for each in shares})
@@ -45,7 +45,7 @@ class World:
         self.held: dict[str, list[list[int]]] = {}
         self.arrivals: dict[int, bytes] = {}
         self.count = 0
-        self.loaded = 0
+        self.loaded = self.evacuated = 0
 
     def begin(self) -> None:
         self.count += 1
@@ -97,7 +97,8 @@ class World:
         written |= arrivals.keys()
         plan = self.half.plan(Step(0, spans, frozenset(written)))
         self.worker.begin(plan)
-        # Not before: an earlier save may have read these blocks until now.
+        self.evacuated += sum(map(len, plan.evacuations.values()))
+        # Not before: a save may have read these blocks until now.
         for block, key in arrivals.items():
             self.pool[block] = pattern(key)
         for span in spans:
@@ -153,9 +154,9 @@ def pattern(key: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(key[:16] * (BLOCK_BYTES // 16), np.uint8).copy())
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_lives_leave_nothing_behind(seed: int) -> None:
-    with contextlib.closing(World(seed)) as world:
+@pytest.mark.parametrize(("seed", "copies"), [(0, "inclusive"), (1, "exclusive")])
+def test_random_lives_leave_nothing_behind(seed: int, copies: CopyRule) -> None:
+    with contextlib.closing(World(seed, copies)) as world:
         for _ in range(10_000):
             world.act()
         for life in list(world.lives.values()):
@@ -166,6 +167,7 @@ def test_random_lives_leave_nothing_behind(seed: int) -> None:
         assert world.staging.free_slots == 10
         assert sorted(world.free) == list(range(POOL))
         assert world.loaded > 100
+        assert (world.evacuated > 100) == (copies == "exclusive")
         half = world.half
         for books in (half._loading, half._by_job, half._declined, half._late, half._reports._open):
             assert not books

@@ -181,7 +181,7 @@ def test_what_is_damaged_in_host_is_not_carried_down() -> None:
     with contextlib.closing(TieredStore(host, [below], metrics=metrics, options=options)) as store:
         store.put(items("a", 3)).result()
         handles = host.acquire(keys("a", 3), "test").wait().handles
-        handles[1].extent.array[7] ^= 1
+        handles[1].extent.memory[7] ^= 1
         host.release(handles)
         store.put(items("a", 3)).result()
         store.flush()

@@ -121,7 +121,7 @@ def test_a_missing_matplotlib_names_the_extra(capsys, monkeypatch, tmp_path):
         ([MOONCAKE, "--policy", "best"], "expected one of lru"),
         ([MOONCAKE, "--hints", "all"], "hints 'all': expected one of none, true, half-wrong, trace"),
         ([MOONCAKE, "--hints", "trace"], "names no sessions"),
-        ([MOONCAKE, "--copies", "two"], "copies 'two': expected one of inclusive, marked, exclusive"),
+        ([MOONCAKE, "--copies", "two"], "copies 'two': expected one of inclusive, exclusive"),
         ([MOONCAKE, "--write", "never"], "write 'never': expected one of through, leave, second_touch"),
         ([MOONCAKE, "--block-tokens", "100"], "block-tokens 100: this trace names blocks of 512 tokens"),
         ([MOONCAKE, "--limit", "0"], "limit 0: expected at least 1"),

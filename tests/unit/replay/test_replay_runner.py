@@ -106,11 +106,10 @@ def test_the_device_is_an_lru_in_front(conversations):
     assert outcome.hit_tokens > alone
 
 
-def test_copies_of_device_blocks_leave_host_first_where_they_are_marked(conversations):
-    plans = [ReplayPlan(60, device_blocks=20, copies=copies) for copies in ("inclusive", "marked", "exclusive")]
-    inclusive, marked, exclusive = (replay(conversations, plan) for plan in plans)
-    # Who drops them and does not save them again when they leave the device has lost them.
-    assert marked.hit_tokens < inclusive.hit_tokens < exclusive.hit_tokens
+def test_exclusive_tiers_hold_a_block_once_and_lose_none(conversations):
+    plans = [ReplayPlan(60, device_blocks=20, copies=copies) for copies in ("inclusive", "exclusive")]
+    inclusive, exclusive = (replay(conversations, plan) for plan in plans)
+    assert inclusive.hit_tokens < exclusive.hit_tokens
     assert exclusive.tiers["host"].written_bytes > inclusive.tiers["host"].written_bytes
     # Exclusive tiers are one LRU of the room of both, but for prompts that are larger than a gap.
     both = token_ratio(conversations, lru_hits(conversations, 80))
@@ -264,7 +263,7 @@ def test_a_simulated_drive_is_as_busy_as_a_real_one_would_be():
     [
         ({"capacity_blocks": 0}, "capacity-blocks 0: expected at least 1"),
         ({"nvme_blocks": -1}, "nvme-blocks -1: expected at least 0"),
-        ({"copies": "two"}, "copies 'two': expected one of inclusive, marked, exclusive"),
+        ({"copies": "two"}, "copies 'two': expected one of inclusive, exclusive"),
         ({"write_rule": "never"}, "write 'never': expected one of through, leave, second_touch"),
         ({"policy": "best"}, "'best': unknown, expected one of lru"),
         ({"time_scale": 0.0}, "time-scale 0: expected a factor above 0"),

@@ -21,7 +21,7 @@ MOONCAKE, AZURE, AGENTS = TRACES / "mooncake_conversation.jsonl", TRACES / "azur
 def test_a_block_is_named_by_its_whole_prefix():
     prefixes = Prefixes()
     assert prefixes.chain("abc") == (0, 1, 2)
-    assert prefixes.chain("abd") == (0, 1, 3)
+    assert prefixes.chain("abx") == (0, 1, 3)
     assert prefixes.chain("bc") == (4, 5)
     assert prefixes.chain("abc") == (0, 1, 2)
     assert len(prefixes) == 6
