@@ -160,5 +160,11 @@ def namespace_index(digest: bytes) -> int:
 
 
 def namespace_digest(index: int) -> bytes:
-    """The digest behind an index that `namespace_index` gave out."""
+    """The digest behind an index that `namespace_index` gave out.
+
+    Raises:
+        IndexError: it gave out no such index.
+    """
+    if index < 0:
+        raise IndexError(index)
     return _digests[index]

@@ -110,16 +110,18 @@ class RegionShare(NamedTuple):
 class Handle:
     """A hold on one record: reserved (its writer's) or leased (a reader's). Made and ended by its tier.
 
-    Tiers subclass it to carry where the bytes lie. `nbytes` is the stored length, `fmt` the format id.
+    Tiers subclass it to carry where the bytes lie. `nbytes` is the stored length, `fmt` the format id, `checksum` that
+    of a leased record (`block_checksum`), b"" where its tier does not say.
     """
 
-    __slots__ = ("fmt", "nbytes", "owner", "ref")
+    __slots__ = ("checksum", "fmt", "nbytes", "owner", "ref")
 
     def __init__(self, ref: BlockRef, nbytes: int, fmt: str, owner: Owner) -> None:
         self.ref = ref
         self.nbytes = nbytes
         self.fmt = fmt
         self.owner = owner
+        self.checksum = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,8 +326,12 @@ class AddressableTier(Tier, Protocol):
         """The record's own memory: writable while reserved, read-only while leased. Padded to `caps.align`."""
         ...
 
-    def seal(self, handles: Sequence[Handle]) -> None:
-        """The bytes were put in place through `buffer`: checksum them, as `write` would have."""
+    def seal(self, handles: Sequence[Handle], checksums: Sequence[bytes] | None = None) -> None:
+        """The bytes were put in place through `buffer`: checksum them, as `write` would have.
+
+        checksums: those that the bytes had where they came from, b"" for unknown. They are taken as they are: what
+        went wrong on the way is found when the record is read.
+        """
         ...
 
     def span(self, handle: Handle) -> Span:

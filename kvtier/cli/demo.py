@@ -54,7 +54,7 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
     model: Annotated[str | None, typer.Option(help="Model directory or GGUF file; SmolLM2-135M by default.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32 (checks that outputs are identical) or bf16 (reports).")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32 (checks that outputs are identical), bf16 or fp16.")] = "fp32",
     tiers: Annotated[str, typer.Option(help="Which places to show.")] = ",".join(TIERS),
 ) -> None:
     """Compute a long document's KV once, then find it in device memory, host memory, NVMe, and NVMe after SIGKILL."""

@@ -104,17 +104,22 @@ class _Rooms:
             ConfigError: it is none.
         """
         text = room.strip()
-        if text.isdigit():
-            return int(text)
-        if text.endswith("%"):
-            try:
-                return max(1, round(self._trace.blocks * float(text[:-1]) / 100))
-            except ValueError as error:
-                raise ConfigError(f"{option} {room!r}: expected {_ROOM}") from error
+        try:
+            if text.isdigit():
+                return int(text)
+            if text.endswith("%"):
+                return self._share(float(text[:-1]) / 100)
+        except (ValueError, OverflowError) as error:
+            raise ConfigError(f"{option} {room!r}: expected {_ROOM}") from error
         blocks = _size(option, text) // self.block_bytes
         if not blocks:
             raise ConfigError(f"{option} {room!r}: less than one block of {format_size(self.block_bytes)}")
         return blocks
+
+    def _share(self, share: float) -> int:
+        if not share >= 0:
+            raise ValueError(share)
+        return max(1, round(self._trace.blocks * share)) if share else 0
 
 
 def _size(option: str, text: str) -> int:

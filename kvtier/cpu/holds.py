@@ -81,6 +81,7 @@ class HostHandle(Handle):
         self.nbytes = extent.nbytes
         self.fmt = extent.fmt
         self.owner = owner
+        self.checksum = extent.checksum
         self.holder: object = None
         self.extent = extent
         self.leased = leased

@@ -53,27 +53,33 @@ class RecordTable:
         kept: list[int] | None = None
         results: list[Reservation] = []
         refused: set[bytes] = set()
-        victims: list[int] = []
-        for at, (ref, nbytes, fmt) in enumerate(zip(refs, sizes, fmts, strict=True)):
-            orphaned = ref.parent in refused
-            result: Reservation | None = self._existing(ref.key, wanted[at])
-            if result is None and orphaned:
-                result = Full("parent_refused")
-            elif result is None and nbytes > self._slab.nbytes:
-                result = Full("oversized")
-            elif result is None:
-                offset = self._slab.allocate(nbytes)
-                if offset is None:
-                    kept = self._pin_found(refs, wanted) if kept is None else kept
-                    offset = self._make_room(nbytes, victims, refs[at:])
-                result = Full("no_space")
-                if offset is not None:
-                    memory = self._slab.region.view(offset, round_up(nbytes))
-                    result = self._reserve(Extent(ref, nbytes, fmt, wanted[at], offset, memory), owner, hints[at])
-            if orphaned or isinstance(result, Full):
-                refused.add(ref.key)
-            results.append(result)
-        self._policy.unpin(kept or ())
+        victims: list[Node] = []
+        try:
+            for at, (ref, nbytes, fmt) in enumerate(zip(refs, sizes, fmts, strict=True)):
+                orphaned = ref.parent in refused
+                result: Reservation | None = self._existing(ref.key, wanted[at])
+                if result is None and orphaned:
+                    result = Full("parent_refused")
+                elif result is None and nbytes > self._slab.nbytes:
+                    result = Full("oversized")
+                elif result is None:
+                    offset = self._slab.allocate(nbytes)
+                    if offset is None:
+                        kept = self._pin_found(refs, wanted) if kept is None else kept
+                        offset = self._make_room(nbytes, victims, refs[at:])
+                    result = Full("no_space")
+                    if offset is not None:
+                        memory = self._slab.region.view(offset, round_up(nbytes))
+                        result = self._reserve(Extent(ref, nbytes, fmt, wanted[at], offset, memory), owner, hints[at])
+                if orphaned or isinstance(result, Full):
+                    refused.add(ref.key)
+                results.append(result)
+        except BaseException:
+            # A third party's policy died: nobody will ever hear of what was reserved until then.
+            self.abort(result for result in results if isinstance(result, HostHandle))
+            raise
+        finally:
+            self._policy.unpin(kept or ())
         return results
 
     def _pin_found(self, refs: Sequence[BlockRef], wanted: Sequence[Fidelity]) -> list[int]:
@@ -112,19 +118,25 @@ class RecordTable:
         self.reservations += 1
         return handle
 
-    def _make_room(self, nbytes: int, victims: list[int], incoming: Sequence[BlockRef]) -> int | None:
+    def _make_room(self, nbytes: int, victims: list[Node], incoming: Sequence[BlockRef]) -> int | None:
         """Evict one by one until there is room. `victims` are those of this batch still to go, next one last."""
         offset = None
         while offset is None:
             if not victims:
-                victims += reversed(self._policy.victims(len(incoming), [ref.key for ref in incoming]))
+                victims += reversed(self._victims(len(incoming), [ref.key for ref in incoming]))
                 if not victims:
                     return None
-            node = self._slots[victims.pop()]
-            if node is not None:
+            node = victims.pop()
+            if node.slot != GONE:
                 self.evicted += self.drop(node, evicted=True)
             offset = self._slab.allocate(nbytes)
         return offset
+
+    def _victims(self, count: int, incoming: Sequence[bytes] = ()) -> list[Node]:
+        """What the policy names, as far as it is here: whoever believed a bad one would look for room for ever."""
+        slots = self._policy.victims(count, incoming)
+        named = [self._slots[slot] for slot in slots if 0 <= slot < len(self._slots)]
+        return [node for node in named if node is not None]
 
     def _unpin_anchor(self, anchor: Node | None) -> None:
         if anchor is not None and anchor.slot != GONE:
@@ -144,6 +156,9 @@ class RecordTable:
             elif node.extent.fidelity >= extent.fidelity:
                 self._drop_hold(extent)
             else:
+                if node in fresh:  # two versions in one batch: the policy must know the first before its second
+                    self._insert(fresh, hints)
+                    fresh, hints = [], []
                 self._replace(node, extent, handle.hint)
         self._insert(fresh, hints)
         for handle in handles:
@@ -156,10 +171,18 @@ class RecordTable:
         parents = [None if node.parent is None else node.parent.slot for node in deepest_first]
         self._policy.insert(slots, keys, parents, None if hints.count(NO_HINT) == len(hints) else hints[::-1])
         for node in fresh if self._orphans else ():
-            for child in self._orphans.pop(node.extent.ref.key, ()):
-                child.parent = node
-                node.add(child)
-                self._policy.adopt(child.slot, node.slot)
+            for child in list(self._orphans.get(node.extent.ref.key, ())):
+                self._find_parent(child)
+
+    def _find_parent(self, root: Node) -> None:
+        """Hang a root below its parent if that is here, and not below the root itself: wrong keys can say so."""
+        parent = self._parent_of(root.extent.ref)
+        if parent is None or _root_of(parent) is root:
+            return
+        self._forget_orphan(root, parent.extent.ref.key)
+        root.parent = parent
+        parent.add(root)
+        self._policy.adopt(root.slot, parent.slot)
 
     def _add_node(self, extent: Extent) -> Node:
         slot = self._free_slots.pop() if self._free_slots else len(self._slots)
@@ -180,11 +203,21 @@ class RecordTable:
     def _replace(self, node: Node, extent: Extent, hint: Hint) -> None:
         old, node.extent, extent.node = node.extent, extent, node
         old.node = None
+        if node.parent is None and old.ref.parent != extent.ref.parent:
+            self._replant(node, old.ref.parent)
         self._policy.unpin([node.slot] * old.leases)
         self._policy.hit((node.slot,))
         if hint is not NO_HINT:
             self._policy.hint((node.slot,), (hint,))
         self._drop_hold(old)
+
+    def _replant(self, root: Node, waited_for: bytes | None) -> None:
+        """A root's new version names another parent: the old one may not have known it."""
+        if waited_for is not None:
+            self._forget_orphan(root, waited_for)
+        if root.extent.ref.parent is not None:
+            self._orphans.setdefault(root.extent.ref.parent, set()).add(root)
+            self._find_parent(root)
 
     def abort(self, handles: Iterable[HostHandle]) -> None:
         """Drop those of the handles that still are reservations."""
@@ -305,8 +338,7 @@ class RecordTable:
 
     def coldest(self, count: int) -> list[bytes]:
         """See `HostTier.coldest`."""
-        nodes = (self._slots[slot] for slot in self._policy.victims(count))
-        return [node.extent.ref.key for node in nodes if node is not None]
+        return [node.extent.ref.key for node in self._victims(count)]
 
     # ---- removal
 
@@ -374,6 +406,13 @@ class RecordTable:
         linked = self._slots[node.slot] is node and node.extent.node is node and node.extent.ref.key == key
         children = all(child.parent is node and child.slot != GONE for child in node.children)
         if node.parent is None:
-            return linked and children and node.extent.ref.parent not in self.nodes
+            named = self._parent_of(node.extent.ref)
+            return linked and children and (named is None or _root_of(named) is node)
         parent = node.parent
         return linked and children and parent.slot != GONE and node in parent.children
+
+
+def _root_of(node: Node) -> Node:
+    while node.parent is not None:
+        node = node.parent
+    return node

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 
 from prometheus_client import Counter as Metric
 
@@ -213,17 +214,21 @@ class HostTier:
         for handle, data in items:
             _check_buffer(handle, data, writable=False)
         with self._timed("write"):
-            statuses = self._fill([handle for handle, _ in items], [data for _, data in items], deadline)
+            statuses = self._fill([handle for handle, _ in items], [data for _, data in items], None, deadline)
         return self._finish(statuses)
 
-    def seal(self, handles: Sequence[Handle]) -> None:
+    def seal(self, handles: Sequence[Handle], checksums: Sequence[bytes] | None = None) -> None:
         """See `AddressableTier.seal`."""
-        self._fill(handles, [None] * len(handles), None)
+        self._fill(handles, [None] * len(handles), checksums, None)
 
     def _fill(
-        self, handles: Sequence[Handle], sources: Sequence[memoryview | None], deadline: float | None
+        self,
+        handles: Sequence[Handle],
+        sources: Sequence[memoryview | None],
+        known: Sequence[bytes] | None,
+        deadline: float | None,
     ) -> list[Status]:
-        """Copy each source (None: the bytes are in place already) and checksum the record."""
+        """Copy each source (None: the bytes are in place already) and checksum the record, unless it is known."""
         with self._state():
             reserved = self._table.require(handles, leased=False)
             for handle in reserved:
@@ -231,10 +236,10 @@ class HostTier:
             self._table.hold(reserved)
         checksums: list[bytes] = []
         try:
-            for handle, source in zip(reserved, sources, strict=True):
+            for handle, source, checksum in zip(reserved, sources, known or repeat(b""), strict=False):
                 if expired(deadline):
                     break
-                checksums.append(_fill(handle, source))
+                checksums.append(_fill(handle, source, checksum))
         finally:
             with self._changed():
                 for handle, checksum in zip(reserved, checksums, strict=False):
@@ -407,13 +412,15 @@ class HostTier:
         self._count(metric, sum(handle.nbytes for handle, status in done if status is Status.OK))
 
 
-def _fill(handle: HostHandle, source: memoryview | None) -> bytes:
-    """Put bytes in place if they are not, clear the padding, and return the checksum."""
+def _fill(handle: HostHandle, source: memoryview | None, known: bytes) -> bytes:
+    """Put bytes in place if they are not, clear the padding, and return the checksum, which may be known."""
     target = handle.extent.memory
     if handle.nbytes < target.nbytes:
         # Lower tiers write whole pages: what an earlier record left behind must not reach a disk.
         target[handle.nbytes :] = bytes(target.nbytes - handle.nbytes)
         target = target[: handle.nbytes]
+    if known:
+        return known
     head = checksum_head(handle.ref, handle.fmt)
     if source is None:
         return copy_checksum(head, target)

@@ -16,6 +16,7 @@ CHECKS: dict[str, Check] = {
     "dtype": fit.dtype,
     "layout": fit.layout,
     "encoding": fit.encoding,
+    "policy": fit.policy,
     "capacity": fit.capacity,
     "memory": machine.memory,
     "memfd": machine.memfd,

@@ -6,8 +6,9 @@ from kvtier import formats
 from kvtier.config import HostSettings, NvmeSettings
 from kvtier.doctor.findings import Finding, ModelFacts, Subject, ok, problem, shown_size, warning
 from kvtier.layout import DTYPE_BYTES
+from kvtier.policies import make_policy
 
-__all__ = ["capacity", "dtype", "encoding", "layout"]
+__all__ = ["capacity", "dtype", "encoding", "layout", "policy"]
 
 _PAGE = 4096
 _WASTE = 0.1
@@ -72,17 +73,26 @@ def encoding(subject: Subject) -> Iterator[Finding]:
     if lossy and not subject.config.tiering.accept_lossy:
         yield problem(
             "encoding",
-            f"{' and '.join(lossy)} keep KV in a lossy format, which requests do not reuse unless they ask for it",
+            f"lossy format in {' and '.join(lossy)}: requests do not reuse such KV unless they ask for it",
             "set tiering.accept_lossy = true, or choose raw or bitsplit as the format",
         )
     elif lossy:
         yield warning(
             "encoding",
-            f"{' and '.join(lossy)} keep KV in a lossy format: outputs may differ",
+            f"lossy format in {' and '.join(lossy)}: outputs may differ",
             "choose raw or bitsplit where outputs must not differ",
         )
     else:
         yield ok("encoding", "every tier keeps KV bit by bit")
+
+
+def policy(subject: Subject) -> Iterator[Finding]:
+    """A policy is looked up when the tiers are opened; one that cannot be had ends the start of the server."""
+    host = subject.config.tiering.host
+    if host is not None:
+        # What is wrong with it is raised, and reported by `examine`.
+        make_policy(host.policy, 1)
+        yield ok("policy", f"host evicts by {host.policy}")
 
 
 def capacity(subject: Subject) -> Iterator[Finding]:

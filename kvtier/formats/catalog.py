@@ -6,7 +6,7 @@ from kvtier.errors import ConfigError
 from kvtier.formats.base import Format
 from kvtier.plugins import Registry
 
-__all__ = ["choose", "fidelity", "get", "names"]
+__all__ = ["choose", "fidelity", "get", "names", "stored"]
 
 _registry: Registry[Format] = Registry(
     "kvtier.formats",
@@ -41,6 +41,16 @@ def get(format_id: str) -> Format:
     return found if found is not None else _make(format_id)
 
 
+def stored(format_id: str) -> Format | None:
+    """The format that a record says it is in, or None for one that this process does not know.
+
+    Unlike with `get`, a name of the kind "module:Class" imports nothing: whoever can write to a tier's directory must
+    not choose what code runs here.
+    """
+    found = _formats.get(format_id)
+    return get(format_id) if found is None and format_id in _registry.names() else found
+
+
 def choose(format_id: str, depth: int) -> Format:
     """The format for a block at this depth of its chain (`BlockRef.depth`), where a tier is set to `format_id`.
 
@@ -59,10 +69,8 @@ def choose(format_id: str, depth: int) -> Format:
 
 def fidelity(format_id: str) -> int:
     """How close to the computed KV a format's bytes are; 0 for a format that this process does not know."""
-    found = _formats.get(format_id)
-    if found is not None:
-        return found.fidelity
-    return get(format_id).fidelity if format_id in _registry.names() else 0
+    found = stored(format_id)
+    return 0 if found is None else found.fidelity
 
 
 def _make(format_id: str) -> Format:

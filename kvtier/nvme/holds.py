@@ -21,10 +21,10 @@ Rank: TypeAlias = tuple[bool, int]
 class NvmeHandle(Handle):
     """A hold on extents.
 
-    `checksum`: of a reservation empty until it is written. `moves`: writes under way. `hint`, `rank`: of a reservation.
+    `checksum` of a reservation: empty until it is written. `moves`: writes under way. `hint`, `rank`: of reservations.
     """
 
-    __slots__ = ("checksum", "extents", "hint", "moves", "rank")
+    __slots__ = ("extents", "hint", "moves", "rank")
 
     def __init__(
         self,

@@ -245,8 +245,9 @@ class Index:
             os.fsync(file.fileno())
 
     def nbytes(self) -> int:
-        """Size of the data file."""
-        return (self._path / "data.mdb").stat().st_size
+        """Size of the data file; 0 if somebody removed it."""
+        data_file = self._path / "data.mdb"
+        return data_file.stat().st_size if data_file.is_file() else 0
 
     def close(self) -> None:
         """Wait for open transactions and close."""

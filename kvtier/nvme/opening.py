@@ -1,6 +1,7 @@
 """Opening a directory: what is checked and repaired before the first block is served, and what closing leaves."""
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -211,7 +212,8 @@ def close_directory(opened: Opened, counts: Counts) -> None:
             directory.leave(clean=sync_directory(opened, counts), damaged=opened.index.damaged)
     except (TierError, OSError) as error:
         counts.failed("close", error)
-        with directory.exclusive():
+        # The directory itself may be gone.
+        with suppress(TierError, OSError), directory.exclusive():
             directory.leave(clean=False, damaged=opened.index.damaged)
     finally:
         opened.index.close()

@@ -6,6 +6,7 @@ writers left behind.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ _PLANS = 8
 _ARENA_PAGES = (64 << 20) // PAGE
 _ARENA_SHARE = 64
 _SCANNED = 8192
+_POLL_SECONDS = 0.01
+_PREPARED_BY_OTHERS = 100  # polls: zero-filling a step takes tens of milliseconds
 
 
 class Placed(NamedTuple):
@@ -277,7 +280,17 @@ class Space:
             return True
         with self._index.read() as ledger:
             state = ledger.state
-        return state.free > 0 or self._grower.grow(state, pages)
+        return state.free > 0 or self._grower.grow(state, pages) or self._await_others(state)
+
+    def _await_others(self, state: State) -> bool:
+        """Wait a moment for pages that another process is zero-filling; whether there are free ones now."""
+        patience = _PREPARED_BY_OTHERS
+        while state.preparing and not state.free and patience:
+            patience -= 1
+            time.sleep(_POLL_SECONDS)
+            with self._index.read() as ledger:
+                state = ledger.state
+        return state.free > 0
 
     def _protect(self, parents: Collection[bytes]) -> int:
         """Renew these and their ancestors; returns the instant from which on nothing used may be evicted."""

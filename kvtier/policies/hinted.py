@@ -14,6 +14,8 @@ from kvtier.policies.slots import NO_SLOT, Slots
 __all__ = ["HintedPolicy"]
 
 _NO_KEY = b""
+# Finite weights that have a class of their own at a time; others share the class of the nearest.
+_CLASSES = 64
 
 
 class HintedPolicy:
@@ -26,7 +28,8 @@ class HintedPolicy:
         3. of the heads of the weight classes and of the order, the one with the largest age / weight
 
     Only a slot without pins and live children is free, so the class of a block is never below that of a descendant.
-    A victim costs O(classes), an event O(1); what expires is found when victims are asked for, O(log n) each.
+    A victim costs O(classes), which are few, an event O(1); what expires is found when victims are asked for, O(log n)
+    each.
 
     Args:
         make_order: makes the order of the blocks that have no hint, over the policy's columns.
@@ -202,9 +205,16 @@ class HintedPolicy:
         weight = self._expiry.weight(slot, now)
         if weight == 1:
             return None
-        if weight not in self._classes:
-            self._classes[weight] = SlotQueue(self._slots, self._slots.used)
-        return self._classes[weight]
+        return self._class_of(weight)
+
+    def _class_of(self, weight: float) -> SlotQueue:
+        known = self._classes.get(weight)
+        if known is None and (len(self._classes) < _CLASSES or weight == math.inf):
+            known = self._classes[weight] = SlotQueue(self._slots, self._slots.used)
+        if known is None:
+            finite = (one for one in self._classes if one < math.inf)
+            known = self._classes[min(finite, key=lambda one: abs(math.log(one) - math.log(weight)))]
+        return known
 
     def _settle(self, slot: int, now: int) -> None:
         """Move a live slot to where it belongs now."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from kvtier.errors import CapacityError
+from kvtier.errors import CapacityError, ConfigError
 from kvtier.plugins import Registry
 from kvtier.policies.base import EvictionPolicy
 
@@ -19,6 +19,9 @@ POLICIES: Registry[EvictionPolicy] = Registry(
         "s3fifo": "kvtier.policies.s3fifo:S3FifoPolicy",
     },
 )
+
+
+_EXPECTED = "a class of kvtier.policies.EvictionPolicy, called as Class(capacity_blocks, clock=clock)"
 
 
 class _PolicyClass(Protocol):
@@ -36,8 +39,14 @@ def make_policy(name: str, capacity_blocks: int, clock: Callable[[], float] = ti
 
     Raises:
         CapacityError: no block.
-        ConfigError: no such policy.
+        ConfigError: no such policy, or what it names is none.
     """
     if capacity_blocks < 1:
         raise CapacityError(f"policy {name!r} for {capacity_blocks} blocks: expected at least one")
-    return cast("_PolicyClass", POLICIES.get(name))(capacity_blocks, clock=clock)
+    try:
+        policy = cast("_PolicyClass", POLICIES.get(name))(capacity_blocks, clock=clock)
+    except TypeError as error:
+        raise ConfigError(f"policy {name!r} cannot be made ({error}): expected {_EXPECTED}") from error
+    if not callable(getattr(policy, "victims", None)):
+        raise ConfigError(f"policy {name!r} is a {type(policy).__name__}: expected {_EXPECTED}")
+    return policy

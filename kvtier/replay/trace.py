@@ -123,5 +123,7 @@ def block_tokens_of(wanted: int | None, own: int, default: int) -> int:
 def malformed(path: Path, line: int | None, value: object, expected: str) -> ConfigError:
     """What a reader raises: where, which value, what was expected."""
     text = " ".join((value if isinstance(value, str) else repr(value)).split())
+    # A terminal obeys what a file of any other kind may contain.
+    text = "".join(char if char.isprintable() else "\ufffd" for char in text[: _EXCERPT + 1])
     excerpt = text if len(text) <= _EXCERPT else text[:_EXCERPT] + "…"
     return ConfigError(f"{path}{'' if line is None else f':{line}'}: {excerpt}: expected {expected}")

@@ -1,5 +1,6 @@
 """Deadlines: every operation ends, whether its tiers answer or not."""
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -7,12 +8,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Protocol, TypeVar
 
+from kvtier.errors import RequestError
 from kvtier.store.lanes import Alarm, Lane, Operation, Steps
 from kvtier.store.port import Port
 
 __all__ = ["Deadlines"]
 
 _T = TypeVar("_T")
+# Thirty years, in place of infinity: no thread can wait for longer than it can say.
+_LONGEST = 1e9
 
 
 class _Expiring(Protocol):
@@ -33,8 +37,15 @@ class Deadlines:
         self._alarm = Alarm()
 
     def absolute(self, deadline: float | None) -> float:
-        """The deadline, or the default one from now, in `time.monotonic()` seconds."""
-        return time.monotonic() + self._seconds if deadline is None else deadline
+        """The deadline, or the default one from now, in `time.monotonic()` seconds.
+
+        Raises:
+            RequestError: it is no time at all.
+        """
+        if deadline is not None and math.isnan(deadline):
+            raise RequestError(f"deadline {deadline}: expected `time.monotonic()` seconds, or None for the default")
+        now = time.monotonic()
+        return now + self._seconds if deadline is None else min(deadline, now + _LONGEST)
 
     def run(self, name: str, steps: Steps[_T], otherwise: Callable[[], _T], deadline: float) -> "Future[_T]":
         """Start an operation; at its deadline its result is `otherwise()`."""
@@ -57,11 +68,11 @@ class Deadlines:
             if late is not None:
                 late.expire()
 
-        self._alarm.at(deadline, expire)
+        self._alarm.at(deadline, expire, later)
 
     def after(self, seconds: float, call: Callable[[], object]) -> None:
         """Call after so many seconds; not at all once closed."""
-        self._alarm.at(time.monotonic() + seconds, call)
+        self._alarm.at(time.monotonic() + min(seconds, _LONGEST), call)
 
     def close(self) -> None:
         """Nothing expires any more. Idempotent."""

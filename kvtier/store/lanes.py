@@ -23,6 +23,7 @@ __all__ = ["Alarm", "Lane", "Operation", "Steps"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_FEW_CALLS = 1024
 
 
 class Lane:
@@ -161,23 +162,32 @@ class Alarm:
     """One thread that calls functions at their time (`time.monotonic()`). They must be short and must not raise."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[float, int, Callable[[], object]]] = []
+        self._calls: list[tuple[float, int, Callable[[], object], Callable[[], object]]] = []
+        self._limit = _FEW_CALLS
         self._numbers = count()
         self._closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def at(self, when: float, call: Callable[[], object]) -> None:
-        """Call at `when` or shortly after; not at all once closed."""
+    def at(self, when: float, call: Callable[[], object], wanted: Callable[[], object] = lambda: True) -> None:
+        """Call at `when` or shortly after; not at all once closed, and perhaps not once `wanted` says None."""
         with self._changed:
             if self._closed:
                 return
-            heapq.heappush(self._calls, (when, next(self._numbers), call))
+            heapq.heappush(self._calls, (when, next(self._numbers), call, wanted))
+            self._compact()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvtier-alarm", daemon=True)
                 self._thread.start()
             elif self._calls[0][0] == when:
                 self._changed.notify()
+
+    def _compact(self) -> None:
+        # Deadlines may be far: what was done long before them must not pile up.
+        if len(self._calls) > self._limit:
+            self._calls = [call for call in self._calls if call[3]() is not None]
+            heapq.heapify(self._calls)
+            self._limit = 2 * len(self._calls) + _FEW_CALLS
 
     def _run(self) -> None:
         while True:

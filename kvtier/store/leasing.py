@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from kvtier.errors import RequestError
 from kvtier.metrics import Metrics
 from kvtier.store.lanes import Steps
 from kvtier.store.lease import Lease
@@ -155,7 +156,9 @@ class Pins:
         self._pins: dict[Owner, list[tuple[float | None, list[Handle]]]] = {}
 
     def add(self, keys: Sequence[bytes], owner: Owner, parts: int, ttl: float | None) -> int:
-        """Pin the leading run in host; returns its blocks."""
+        """Pin the leading run in host; returns its blocks. Raises `RequestError` for a `ttl` that is none."""
+        if ttl is not None and not ttl >= 0:
+            raise RequestError(f"ttl {ttl}: expected seconds, at least 0, or None to pin until `unpin`")
         self.expire()
         handles = list(self._gate.acquire(keys, owner))
         whole = len(handles) // parts * parts

@@ -9,6 +9,9 @@ from kvtier.policies.prefetch import NoPrefetch, PrefetchPolicy
 
 __all__ = ["StoreOptions", "WriteRule"]
 
+# Thirty years: threads cannot wait for ever.
+_LONGEST = 1e9
+
 WriteRule: TypeAlias = Literal["through", "leave", "second_touch"]
 
 
@@ -56,3 +59,5 @@ class StoreOptions:
         bad = next((name for name, value in positive.items() if not value > 0), None)
         if bad is not None:
             raise ConfigError(f"{bad} = {positive[bad]}: expected more than 0")
+        if self.load_deadline > _LONGEST:
+            raise ConfigError(f"load_deadline = {self.load_deadline}: expected at most {_LONGEST:g} s")

@@ -143,13 +143,14 @@ class Placement:
 
     def leaving(self, sizes: Sequence[int]) -> list[bytes]:
         """Before records of these sizes are reserved: what will have to go for them, as far as that can be told."""
-        if not self._demoters or self.rule != "leave" or not self._nearly_full(sum(sizes)):
+        if not self._demoters or self._rule != "leave" or not self._nearly_full(sum(sizes)):
             return []
         return self._coldest(len(sizes))
 
     def arrived(self, count: int, leaving: Sequence[bytes]) -> None:
         """`count` records came into host; `leaving`: what `leaving` said before."""
-        if self._demoters and self.rule == "leave":
+        # Also while the budget is tight: what was put before, to be written on leaving, may go now.
+        if self._demoters and self._rule == "leave":
             self._look(count, leaving)
 
     def _nearly_full(self, incoming: int = 0) -> bool:
@@ -175,7 +176,7 @@ class Placement:
             self._looking = False
             self._arrivals = self._next_look = 0
         self._count_lost()
-        if not self._nearly_full():
+        if self.rule != "leave" or not self._nearly_full():
             return
         blocks = self._gate.attempt("stats", self._host.stats, {"blocks": 0})["blocks"]
         cold = self._coldest(min(int(blocks * (1 - _HIGH_WATER)) + 1, _MOST_COLD))

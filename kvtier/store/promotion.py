@@ -167,8 +167,9 @@ class Promoter:
         ]
         try:
             good = self._fill(port, moves, deadline)
-            self._host.seal([move.slot for move in moves[:good]])
-            self._host.commit([move.slot for move in moves[:good]])
+            arrived = moves[:good]
+            self._host.seal([move.slot for move in arrived], [_checksum(move) for move in arrived])
+            self._host.commit([move.slot for move in arrived])
         finally:
             # What was committed is no reservation any more; the rest (a bad block and its descendants) goes.
             self._host.abort([move.slot for move in moves])
@@ -221,6 +222,12 @@ class Promoter:
             self._metrics.corrupt_blocks.labels(port.name).inc()
             return False
         return True
+
+
+def _checksum(move: _Move) -> bytes:
+    """What is copied as it is keeps its checksum, so that it guards the bytes all the way from the first put."""
+    same = move.target.codec is None and move.slot.fmt == move.source.fmt and move.slot.ref[:2] == move.source.ref[:2]
+    return move.source.checksum if same else b""
 
 
 def _leading(statuses: Sequence[Status]) -> int:

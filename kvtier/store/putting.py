@@ -83,7 +83,7 @@ class Putter:
         stored: set[bytes] = set()
         bad = {item.ref.key for item in claimed}
         try:
-            done = self._gate.attempt("put", lambda: self._store(claimed, parts), None)
+            done = self._gate.attempt("put", lambda: self._store(items, claimed, parts), None)
             if done is not None:
                 stored, bad = done
         finally:
@@ -109,8 +109,8 @@ class Putter:
             self._metrics.joined.labels("put").inc(outcomes["joined"])
         return PutResult(**outcomes)
 
-    def _store(self, items: Sequence[Item], parts: int) -> tuple[set[bytes], set[bytes]]:
-        """Keys that were stored, and keys that were dropped."""
+    def _store(self, batch: Sequence[Item], items: Sequence[Item], parts: int) -> tuple[set[bytes], set[bytes]]:
+        """Store those `items` of a batch that nobody else does: keys that were stored, and keys that were dropped."""
         slots = self._host.reserve(
             [item.target.ref for item in items],
             [item.target.nbytes for item in items],
@@ -121,9 +121,9 @@ class Putter:
         handles = [slot for slot in slots if isinstance(slot, Handle)]
         try:
             bad = {item.ref.key for item, slot in zip(items, slots, strict=True) if isinstance(slot, Full)}
-            _spread(items, parts, bad)
+            _spread(batch, parts, bad)
             bad |= self._fill(items, slots, bad)
-            _spread(items, parts, bad)
+            _spread(batch, parts, bad)
             good = [handle for handle in handles if handle.ref.key not in bad]
             self._host.commit(good)
         finally:

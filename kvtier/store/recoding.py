@@ -132,9 +132,8 @@ class Recoder:
         known = self._namespaces.get(source.ref.ns)
         if known is None:
             return Target(source.ref, source.fmt, source.nbytes) if source.fmt == _RAW else None
-        try:
-            fmt = formats.get(source.fmt)
-        except ConfigError:
+        fmt = formats.stored(source.fmt)
+        if fmt is None:
             return None
         group = _group(known.layout, part, parts)
         fixed = fmt.size(known.layout, group)

@@ -39,7 +39,7 @@ class SessionBook:
         with self._lock:
             for key, hint in zip(keys, hints, strict=True):
                 self._note(key, hint.session)
-            while self._count > self._limit and len(self._keys) > 1:
+            while self._count > self._limit:
                 self._forget(next(iter(self._keys)))
             while len(self._shared) > self._limit:
                 self._shared.popitem(last=False)

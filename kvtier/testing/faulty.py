@@ -358,10 +358,10 @@ class FaultyHostTier(FaultyTier):
         """See `AddressableTier.buffer`."""
         return self._memory.buffer(handle)
 
-    def seal(self, handles: Sequence[Handle]) -> None:
+    def seal(self, handles: Sequence[Handle], checksums: Sequence[bytes] | None = None) -> None:
         """See `AddressableTier.seal`."""
         self._maybe_hang(self._strike("seal"))
-        self._memory.seal(handles)
+        self._memory.seal(handles, checksums)
 
     def span(self, handle: Handle) -> Span:
         """See `AddressableTier.span`."""

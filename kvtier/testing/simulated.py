@@ -189,6 +189,8 @@ class SimulatedTier:
         asked = not owner.startswith(OWN_WORK)
         with self._open():
             handles = self._table.lease(keys, owner, exact=exact, renew=asked)
+        for handle in handles:
+            handle.checksum = b""  # the table's marks are no checksums
         missed = len(keys) - len(handles)
         if asked:
             self._metrics.hit_blocks.labels(self.name).inc(len(handles))

@@ -6,17 +6,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from connector_world import BLOCK_BYTES, NAMESPACE, SIZE, Request, answer, finish, holds_nothing, save, step, until
+from connector_world import BLOCK_BYTES, NAMESPACE, SIZE, Request, answer, finish, holds_nothing, step, until
 
 from kvtier.connector import ConnectorOptions, TierScheduler
 from kvtier.cpu import HostTier, StagingRegion
-from kvtier.hooks import Completed, Match
+from kvtier.hooks import Completed, Match, StepSpan, TransferResults
 from kvtier.keys import store_keys
 from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.store import TieredStore
 from kvtier.tiers import Handle, Status, Ticket
 
-TOKENS = list(range(13))
 IDS = [1, 2, 3, 4]
 BLOCKS = 256
 
@@ -52,13 +51,27 @@ def disk(tmp_path: Path) -> Iterator[LateDisk]:
     disk.released.set()
 
 
+def lay(half: TierScheduler, store: TieredStore, staging: StagingRegion, number: int) -> Request:
+    """Save three blocks, of bytes that nobody else's are equal to, down to the disk."""
+    request = Request(f"lay {number}", [1000 * number + token for token in range(13)])
+    plan = step(half, StepSpan(request, tuple(IDS), 0, 13, exact=True), written=IDS)
+    for copies in plan.saves.values():
+        for copy in copies:
+            staging.view(copy.span)[:] = bytes([number + 1]) * BLOCK_BYTES
+    finish(half, plan)
+    store.flush()
+    half.completed(TransferResults())
+    half.finished(request.id, "stop")
+    return request
+
+
 def test_bytes_that_come_after_the_lease_has_ended(disk: LateDisk) -> None:
     store = TieredStore(HostTier(BLOCKS * BLOCK_BYTES), [disk])
     with contextlib.closing(store), contextlib.closing(StagingRegion(BLOCK_BYTES, 8)) as staging:
         options = ConnectorOptions(load_seconds=0.4, least_seconds=0.1)
         half = TierScheduler(store, NAMESPACE, SIZE, staging, options)
-        first, request = Request("first", TOKENS), Request("r", TOKENS)
-        save(half, store, first, IDS)
+        first = lay(half, store, staging, 0)
+        request = Request("r", first.tokens)
         store.clear("host")
         assert answer(half, request) == Match(12)
         half.allocated(request, IDS, 12)
@@ -70,7 +83,7 @@ def test_bytes_that_come_after_the_lease_has_ended(disk: LateDisk) -> None:
         # Its lease is over. Now the record goes, and everything that fits is written.
         disk.remove(store_keys(first.chain, NAMESPACE.mask())).wait()
         for number in range(1, 2 + BLOCKS // 3):
-            save(half, store, Request(f"w{number}", [1000 * number + token for token in range(13)]), IDS)
+            lay(half, store, staging, number)
         disk.released.set()
         until(lambda: holds_nothing(store) and not half.busy)
         store.flush()

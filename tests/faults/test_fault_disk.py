@@ -143,12 +143,6 @@ def test_one_bad_page_costs_one_block_and_its_descendants(tmp_path: Path, monkey
         world.check()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=FileNotFoundError,
-    reason="NvmeTier.stats (nvme/index.py: nbytes) and NvmeTier.close (nvme/opening.py: close_directory, in its except "
-    "branch) let FileNotFoundError out when the directory is gone",
-)
 @pytest.mark.parametrize("when", ["idle", "reserved", "leased"])
 def test_a_directory_that_vanishes_is_a_miss_and_can_be_made_anew(tmp_path: Path, when: str) -> None:
     refs, path = chain_refs(4), tmp_path / "n"

@@ -32,6 +32,8 @@ def read_trace(path: Path, options: ReadOptions | None = None) -> Trace:
         raise ConfigError(f"{path}: {error.strerror or error}: expected {_KNOWN}") from error
     except UnicodeDecodeError as error:
         raise malformed(path, None, f"byte {error.start}", "UTF-8 text") from error
+    except RecursionError as error:
+        raise malformed(path, None, "values nested hundreds deep", _KNOWN) from error
     if not trace.requests:
         raise malformed(path, None, "no request", _KNOWN)
     if options.sessions is not None and trace.kind != "azure":

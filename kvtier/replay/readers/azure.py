@@ -12,6 +12,8 @@ __all__ = ["AZURE_HEADER", "read_azure"]
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 _BLOCK_TOKENS = 512
+# No model takes more; a damaged number must not be given its blocks.
+_MOST_TOKENS = 1 << 24
 _EXPECTED = f"{AZURE_HEADER}, such as 2023-11-16 18:15:46.6805900,374,44"
 _UNIQUE = "The trace has lengths only: no request shares a prefix with another, so nothing can be found again."
 _MADE_UP = "The trace has lengths only: which requests are turns of one session was made up; the hits are not measured."
@@ -71,6 +73,7 @@ def _row(path: Path, number: int, line: str) -> tuple[float, int, int]:
         row = (datetime.fromisoformat(when).replace(tzinfo=UTC).timestamp(), int(prompt), int(answer))
     except ValueError as error:
         raise malformed(path, number, line.strip(), _EXPECTED) from error
-    if row[1] < 1 or row[2] < 0:
-        raise malformed(path, number, line.strip(), "at least one context token and no negative count")
+    if not 1 <= row[1] <= _MOST_TOKENS or row[2] < 0:
+        expected = f"at least one context token, at most {_MOST_TOKENS}, and no negative count"
+        raise malformed(path, number, line.strip(), expected)
     return row

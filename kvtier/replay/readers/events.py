@@ -19,6 +19,7 @@ from kvtier.replay.trace import Prefixes, ReadOptions, Trace, TraceRequest, bloc
 __all__ = ["read_events"]
 
 _EXPECTED = 'a batch such as [1.5, [["BlockStored", [11, 12], null, [5, …], 16, null, "GPU"]]]'
+_LATEST = 1e12  # seconds
 _NAMES = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 _NOTE = (
     "Events say what the engine stored, not what it looked up: a prompt found whole in the engine's own cache is absent"
@@ -96,7 +97,8 @@ def _batches(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _runs(path: Path, line: int, batch: Any) -> tuple[float, list[_Stored]]:
     """A batch's time and its runs of stored device blocks; events that continue each other are one run."""
-    if not (isinstance(batch, list) and len(batch) > 1 and isinstance(batch[0], float | int)):
+    timed = isinstance(batch, list) and len(batch) > 1 and isinstance(batch[0], float | int)
+    if not timed or abs(batch[0]) > _LATEST:
         raise malformed(path, line, batch, _EXPECTED)
     runs: list[_Stored] = []
     for event in batch[1] if isinstance(batch[1], list) else [batch[1]]:

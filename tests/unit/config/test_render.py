@@ -64,7 +64,12 @@ def test_explain_names_the_source_of_every_line():
         "[tiering.nvme]",
         "[log]",
     ]
-    assert tomllib.loads("\n".join(lines))["tiering"]["host"] == {"capacity": "1GiB", "policy": "lru", "format": "raw"}
+    assert tomllib.loads("\n".join(lines))["tiering"]["host"] == {
+        "capacity": "1GiB",
+        "policy": "lru",
+        "format": "raw",
+        "copies": "inclusive",
+    }
 
 
 def test_the_documentation_is_generated_from_this_schema(tmp_path):

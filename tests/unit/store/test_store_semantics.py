@@ -421,3 +421,26 @@ def test_speeds_are_learned_from_loads(store: TieredStore) -> None:
     assert store.speeds()["below"].queued_bytes == 0
     assert fetched(store, keys("a", 8)) == 8
     assert store.speeds()["host"].bytes_per_second > 0
+
+
+# ---- integrity
+
+
+class Flipping(HostTier):
+    """A tier below whose reads say OK and bring a flipped bit."""
+
+    def read(self, entries, deadline=None):
+        ticket = super().read(entries, deadline)
+        entries[0][1][5] ^= 1
+        return ticket
+
+
+def test_a_checksum_guards_the_bytes_from_the_first_put_to_the_last_read() -> None:
+    below = Flipping(256 * BLOCK, name="below")
+    with contextlib.closing(TieredStore(HostTier(32 * BLOCK), [below])) as store:
+        store.put(items("a", 2)).result()
+        store.flush()
+        store.clear("host")
+        assert fetched(store, keys("a", 2)) == 0
+        assert store.host.stats()["corrupt"] == 1
+        assert nothing_is_held(store)
