@@ -68,6 +68,7 @@ class HeapHandle(Handle):
     def __init__(self, record: Record, owner: Owner, *, leased: bool, anchor: Node | None, hint: Hint) -> None:
         super().__init__(record.ref, record.data.nbytes, record.fmt, owner)
         self.record, self.leased, self.anchor, self.hint = record, leased, anchor, hint
+        self.checksum = record.checksum
 
 
 class HeapTier:

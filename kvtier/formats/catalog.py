@@ -22,6 +22,7 @@ _registry: Registry[Format] = Registry(
         "mla4": "kvtier.formats.quantized:Mla4Format",
     },
 )
+_EXPECTED = "a class of kvtier.formats.Format, called without arguments"
 _formats: dict[str, Format] = {}
 _lock = threading.Lock()
 
@@ -74,7 +75,12 @@ def fidelity(format_id: str) -> int:
 
 
 def _make(format_id: str) -> Format:
-    made = _registry.get(format_id)()
+    try:
+        made = _registry.get(format_id)()
+    except TypeError as error:
+        raise ConfigError(f"format {format_id!r} cannot be made ({error}): expected {_EXPECTED}") from error
+    if not callable(getattr(made, "decode", None)):
+        raise ConfigError(f"format {format_id!r} is a {type(made).__name__}: expected {_EXPECTED}")
     if not (made.id.isascii() and 1 <= len(made.id) <= 16):
         raise ConfigError(f"format id {made.id!r} of {format_id!r}: expected 1 to 16 ASCII characters")
     named = ":" not in format_id

@@ -167,7 +167,7 @@ def test_random_lives_leave_nothing_behind(seed: int, copies: CopyRule) -> None:
         assert world.staging.free_slots == 10
         assert sorted(world.free) == list(range(POOL))
         assert world.loaded > 100
-        assert (world.evacuated > 100) == (copies == "exclusive")
+        assert (world.evacuated > 0) == (copies == "exclusive")
         half = world.half
         for books in (half._loading, half._by_job, half._declined, half._late, half._reports._open):
             assert not books

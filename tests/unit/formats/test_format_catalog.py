@@ -83,6 +83,18 @@ def test_a_third_partys_format():
         formats.get(f"{__name__}:OwnAgain")
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("kvtier.keys:Namespace", "cannot be made .*missing"),
+        ("kvtier.errors:ConfigError", "is a ConfigError: expected"),
+    ],
+)
+def test_a_class_that_is_no_format_is_refused(name, words):
+    with pytest.raises(ConfigError, match=words):
+        formats.get(name)
+
+
 @pytest.mark.parametrize(("name", "words"), [("Impostor", "calls itself 'raw'"), ("TooLong", "1 to 16 ASCII")])
 def test_an_id_that_cannot_be_is_refused(name, words):
     with pytest.raises(ConfigError, match=words):
