@@ -149,10 +149,9 @@ class HostWork:
         self.store.put(list(zip(self._refs[at], self._source.views(at), strict=True))).result()
 
     def get_copy(self, at: int) -> None:
-        handles = self._acquire(at)
-        statuses = self.tier.read(list(zip(handles, self._target.views(at), strict=True))).wait().statuses
+        keys = [ref.key for ref in self._refs[at]]
+        statuses = self.tier.copy_out(keys, self._target.views(at), "get").wait().statuses
         require(all(status is Status.OK for status in statuses), "a get missed")
-        self.tier.release(handles)
 
     def get_in_place(self, at: int) -> None:
         handles = self._acquire(at)
@@ -212,7 +211,7 @@ def measure(report: Report, kib: int, threads: int, rounds: int) -> None:
     work.refill()
     gets = interleaved(
         {
-            "tier": work.get(work.get_copy),
+            "copy": work.get(work.get_copy),
             "in place": work.get(work.get_in_place),
             "store": work.get(work.get_through_store),
             "memcpy": work.copy(source, target),

@@ -1,6 +1,7 @@
 """`kvtier doctor`: what stands between this machine and a useful cache."""
 
 import json
+import math
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +31,7 @@ def doctor(
     Writes a small sample through tiers of its own on the configured disk and leaves nothing behind. Exit code 1 if
     there is a problem; warnings are none.
     """
-    if prefill_rate is not None and prefill_rate <= 0:
+    if prefill_rate is not None and not 0 < prefill_rate < math.inf:
         raise ConfigError(f"--prefill-rate {prefill_rate}: expected tokens per second, above 0")
     session: Session = context.obj
     settings = load_config(file=config).config if config else session.loaded.config

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 
@@ -105,28 +105,31 @@ class HostTier:
         """
         if expired(deadline):
             return self._finish([Status.TIMEOUT] * len(keys))
-        asked = not owner.startswith(OWN_WORK)
         with self._timed("acquire"):
             with self._state():
-                handles = self._table.lease(keys, owner, exact=exact, renew=asked)
-            statuses = self._verify_run(handles, deadline)
+                handles = self._table.lease(keys, owner, exact=exact, renew=not owner.startswith(OWN_WORK))
+            statuses = self._verify_run(handles, deadline, repeat(None))
             good = statuses.count(Status.OK)
             if good < len(handles):
                 self._give_back(handles[good:])
-        if asked:
-            self._count(self._metrics.hit_blocks, good)
-            self._count(self._metrics.missed_blocks, len(keys) - good)
-        rest = Status.TIMEOUT if statuses[-1:] == [Status.TIMEOUT] else Status.MISS
-        return self._finish(statuses + [rest] * (len(keys) - len(statuses)), handles[:good])
+        self._count_asked(len(keys), good, owner)
+        return self._finish(statuses + [_rest(statuses)] * (len(keys) - len(statuses)), handles[:good])
 
-    def _verify_run(self, handles: Sequence[HostHandle], deadline: float | None) -> list[Status]:
-        """Statuses up to and including the first that is not OK."""
+    def _count_asked(self, asked: int, found: int, owner: Owner) -> None:
+        if not owner.startswith(OWN_WORK):
+            self._count(self._metrics.hit_blocks, found)
+            self._count(self._metrics.missed_blocks, asked - found)
+
+    def _verify_run(
+        self, handles: Sequence[HostHandle], deadline: float | None, outs: Iterable[memoryview | None]
+    ) -> list[Status]:
+        """Statuses up to and including the first that is not OK; `outs`: where to copy each, None for nowhere."""
         statuses: list[Status] = []
-        for handle in handles:
+        for handle, out in zip(handles, outs, strict=False):
             if expired(deadline):
                 statuses.append(Status.TIMEOUT)
                 break
-            statuses.append(self._verify(handle, None))
+            statuses.append(self._verify(handle, out))
             if statuses[-1] is not Status.OK:
                 break
         return statuses
@@ -147,8 +150,7 @@ class HostTier:
     def _give_back(self, handles: Sequence[HostHandle]) -> None:
         with self._changed():
             # `close` or `release_owner` may have ended these leases meanwhile.
-            held = set(self._table.held_by(handles[0].owner))
-            self._table.release([handle for handle in handles if handle in held])
+            self._table.release([handle for handle in handles if handle.holder is self._table])
 
     def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         """See `Tier.read`. The copy is what is verified, not the original."""
@@ -167,6 +169,44 @@ class HostTier:
                 self._table.unhold(handles)
         self._count_bytes(self._metrics.read_bytes, handles, statuses)
         return self._finish(statuses)
+
+    def copy_out(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[memoryview],
+        owner: Owner,
+        deadline: float | None = None,
+        *,
+        exact: bool = False,
+    ) -> Ticket:
+        """`acquire`, `read` and `release` of the longest leading run, in one pass over the bytes.
+
+        Each buffer has room for the record of its key.
+
+        Raises:
+            FormatMismatch: a record does not fit its buffer, or not as many buffers as keys.
+        """
+        if len(keys) != len(buffers):
+            raise FormatMismatch(f"{len(keys)} keys, {len(buffers)} buffers: expected as many of each")
+        with self._timed("read"), self._leased(keys, owner, exact=exact) as handles:
+            for handle, out in zip(handles, buffers, strict=False):
+                _check_buffer(handle, out, writable=True)
+            statuses = self._verify_run(handles, deadline, buffers)
+            self._count_bytes(self._metrics.read_bytes, handles[: len(statuses)], statuses)
+        self._count_asked(len(keys), statuses.count(Status.OK), owner)
+        return self._finish(statuses + [_rest(statuses)] * (len(keys) - len(statuses)))
+
+    @contextmanager
+    def _leased(self, keys: Sequence[bytes], owner: Owner, *, exact: bool) -> Iterator[list[HostHandle]]:
+        with self._state():
+            handles = self._table.lease(keys, owner, exact=exact, renew=not owner.startswith(OWN_WORK))
+            self._table.hold(handles)
+        try:
+            yield handles
+        finally:
+            self._give_back(handles)
+            with self._changed():
+                self._table.unhold(handles)
 
     def release(self, handles: Sequence[Handle]) -> None:
         """See `Tier.release`. After `close`, which ended all leases, nothing happens."""
@@ -410,6 +450,11 @@ class HostTier:
     def _count_bytes(self, metric: Metric, handles: Sequence[Handle], statuses: Sequence[Status]) -> None:
         done = zip(handles, statuses, strict=True)
         self._count(metric, sum(handle.nbytes for handle, status in done if status is Status.OK))
+
+
+def _rest(statuses: Sequence[Status]) -> Status:
+    """What follows a run that ended with these."""
+    return Status.TIMEOUT if statuses[-1:] == [Status.TIMEOUT] else Status.MISS
 
 
 def _fill(handle: HostHandle, source: memoryview | None, known: bytes) -> bytes:

@@ -66,8 +66,9 @@ def directory(subject: Subject) -> Iterator[Finding]:
     if nvme is None:
         yield ok("directory", "no NVMe tier is configured: blocks do not outlive the process")
         return
-    if nvme.path.exists() and not nvme.path.is_dir():
-        yield problem("directory", f"{nvme.path} is a file", "choose a directory of its own as tiering.nvme.path")
+    there = next(place for place in (nvme.path, *nvme.path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        yield problem("directory", f"{there} is a file", "choose a directory of its own as tiering.nvme.path")
         return
     try:
         with scratch(nvme) as place:

@@ -5,7 +5,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Protocol, TypeVar
 
 from kvtier.errors import RequestError
@@ -49,14 +48,19 @@ class Deadlines:
 
     def run(self, name: str, steps: Steps[_T], otherwise: Callable[[], _T], deadline: float) -> "Future[_T]":
         """Start an operation; at its deadline its result is `otherwise()`."""
-        operation = Operation(steps, otherwise, partial(self.blame, name, deadline))
+        operation = Operation(steps, otherwise, self.blaming(name, deadline))
         future = operation.start()
         self.watch(operation, deadline)
         return future
 
-    def blame(self, name: str, deadline: float, lane: Lane) -> None:
-        """An operation was late while it was in this lane, or waited for it."""
-        self._port_of[lane].timed_out(name, deadline)
+    def blaming(self, name: str, deadline: float) -> Callable[[Lane], None]:
+        """For an operation that begins now: whom to tell that it was late while it was in a lane, or waited for it."""
+        patience = deadline - time.monotonic()
+
+        def blame(lane: Lane) -> None:
+            self._port_of[lane].timed_out(name, deadline, patience)
+
+        return blame
 
     def watch(self, work: _Expiring, deadline: float) -> None:
         """Have something expire at its deadline, if it is still there then."""

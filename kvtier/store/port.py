@@ -83,7 +83,7 @@ class Port:
         if self._memory:
             self.reads.observe(sum(handle.nbytes for handle in done.handles), time.perf_counter() - start)
         if Status.TIMEOUT in done.statuses:
-            self.timed_out("acquire", deadline)
+            self.timed_out("acquire", deadline, time.perf_counter() - start)
         return done.handles
 
     def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None) -> tuple[Status, ...]:
@@ -93,7 +93,7 @@ class Port:
         start = time.perf_counter()
         statuses = self.tier.read(items, deadline).wait().statuses
         if Status.TIMEOUT in statuses:
-            self.timed_out("read", deadline)
+            self.timed_out("read", deadline, time.perf_counter() - start)
         if Status.OK in statuses:
             arrived = zip(items, statuses, strict=True)
             nbytes = sum(handle.nbytes for (handle, _), status in arrived if status is Status.OK)
@@ -112,14 +112,20 @@ class Port:
         done = self.attempt("remove", lambda: self.tier.remove(keys).wait(self._patience), None)
         return [False] * len(keys) if done is None else [status is Status.OK for status in done.statuses]
 
-    def timed_out(self, operation: str, deadline: float | None = None) -> None:
-        """An operation on this tier missed its deadline; whoever notices it first says so."""
+    def timed_out(self, operation: str, deadline: float | None = None, patience: float = math.inf) -> None:
+        """An operation on this tier missed its deadline; whoever notices it first says so.
+
+        Args:
+            operation: what it did.
+            deadline: which one it was.
+            patience: seconds that it had. A tier that nobody could have answered for in time is not skipped for it.
+        """
         if deadline is not None:
             if deadline in self._missed:
                 return
             self._missed.append(deadline)
         self._metrics.timeouts.labels(self.name, operation).inc()
-        if self.breaker.failed():
+        if patience >= _PROBE_SECONDS and self.breaker.failed():
             self._metrics.breaker_trips.labels(self.name).inc()
             _log.warning("tier %s did not answer in time and is skipped for a while", self.name)
 

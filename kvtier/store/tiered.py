@@ -162,8 +162,8 @@ class TieredStore:
         `StoreOptions.load_deadline` from now) the lease is what was found until then.
         """
         _check_parts(keys, parts)
-        lease = self._leases.new(owner, parts, exact=self._exact(lossy=lossy))
         until = self._deadlines.absolute(deadline)
+        lease = self._leases.new(owner, parts, exact=self._exact(lossy=lossy))
         steps = self._acquire(lease, list(keys), until)
         return self._deadlines.run("acquire", steps, lambda: self._leases.complete(lease), until)
 
@@ -221,7 +221,7 @@ class TieredStore:
             prefetch_steps(lease, list(keys), self._leases, self._promoter, self.metrics, until),
             lambda: self._promoter.in_host(lease, 0, len(lease)),
             self.metrics,
-            partial(self._deadlines.blame, "prefetch", until),
+            self._deadlines.blaming("prefetch", until),
         )
         with self._lock:
             self._prefetches.setdefault(owner, set()).add(prefetch)

@@ -414,3 +414,42 @@ def test_eviction_looks_at_no_pinned_block() -> None:
     put(tier, chain_refs(1, seed=999), 4096)
     assert run_length(tier, pinned) == 999
     tier.check()
+
+
+def test_copies_out_a_run_and_lets_go_of_it() -> None:
+    metrics = Metrics()
+    tier = HostTier(SIZE * 4, metrics=metrics)
+    refs = chain_refs(4)
+    keys = [ref.key for ref in refs]
+    put(tier, refs[:3], SIZE)
+    outs = [bytearray(SIZE) for _ in refs]
+    statuses = tier.copy_out(keys, list(map(memoryview, outs)), "reader").wait().statuses
+    assert statuses == (Status.OK, Status.OK, Status.OK, Status.MISS)
+    assert [memoryview(out) for out in outs[:3]] == [content(ref, SIZE) for ref in refs[:3]]
+    assert tier.stats()["leases"] == 0
+    assert metrics.value("hit_blocks_total", tier="host") == 3
+    assert metrics.value("missed_blocks_total", tier="host") == 1
+    assert metrics.value("read_bytes_total", tier="host") == 3 * SIZE
+    tier.check()
+
+
+def test_copies_out_no_damaged_block() -> None:
+    tier = HostTier(SIZE * 4)
+    refs = chain_refs(3)
+    keys = [ref.key for ref in refs]
+    put(tier, refs, SIZE)
+    handle = tier.acquire(keys[1:2], "reader").wait().handles[0]
+    handle.extent.memory[9] ^= 1
+    tier.release([handle])
+    statuses = tier.copy_out(keys, [memoryview(bytearray(SIZE))] * 3, "reader").wait().statuses
+    assert statuses == (Status.OK, Status.CORRUPT, Status.MISS)
+    assert tier.stats()["blocks"] == 1
+    for buffers in (
+        [memoryview(bytearray(SIZE))],
+        [memoryview(bytearray(SIZE - 1))] * 3,
+        [memoryview(bytes(SIZE))] * 3,
+    ):
+        with pytest.raises(FormatMismatch):
+            tier.copy_out(keys, buffers, "reader")
+    assert tier.stats()["leases"] == 0
+    tier.check()

@@ -1,0 +1,173 @@
+"""Bad times, keys, formats and records: refused before anything changes, or a miss; nothing hangs or piles up."""
+
+import contextlib
+import math
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_world import BLOCK, NS, content, fetched, held, items, key, keys, memory_tier, nothing_is_held
+
+from kvtier import formats
+from kvtier.cpu import HostTier
+from kvtier.errors import ConfigError, FormatMismatch, RequestError
+from kvtier.hints import Hint
+from kvtier.keys import namespace_index
+from kvtier.layout import GroupKind, LayerGroup, Layout
+from kvtier.store import StoreOptions, TieredStore
+from kvtier.store.lanes import Alarm
+from kvtier.store.sessions import SessionBook
+from kvtier.testing import Fault, FaultyTier, Kind
+from kvtier.tiers import BlockRef
+
+LAYOUT = Layout(4, (LayerGroup(GroupKind.GQA, (0,), 2, 2, 64),))
+
+
+@pytest.fixture
+def below() -> FaultyTier:
+    return FaultyTier(memory_tier(64))
+
+
+@pytest.fixture
+def store(below: FaultyTier) -> Iterator[TieredStore]:
+    store = TieredStore(HostTier(32 * BLOCK), [below], options=StoreOptions(breaker_timeouts=2))
+    with contextlib.closing(store):
+        yield store
+        store.flush()
+        assert nothing_is_held(store)
+
+
+def settle_alarm(store: TieredStore) -> None:
+    """Return once the store's alarm has looked at everything it was given."""
+    rung = threading.Event()
+    store._deadlines.after(0.0, rung.set)
+    assert rung.wait(10)
+
+
+@pytest.mark.parametrize("far", [math.inf, 1e12, 1e300])
+def test_what_never_ends_does_not_end_the_alarm(store: TieredStore, far: float) -> None:
+    store.put(items("a", 4)).result(10)
+    assert store.pin(keys("a", 4), "pinner", ttl=far) == 4
+    lease = store.acquire(keys("a", 4), "test", deadline=far).result(10)
+    assert store.fetch(lease, 0, 4, deadline=far).result(10) == 4
+    store.release(lease)
+    assert store.prefetch(keys("a", 4), "test", deadline=far).result(10) == (4, None)
+    settle_alarm(store)
+    settle_alarm(store)
+    store.unpin("pinner")
+
+
+def test_times_that_are_none_are_refused_and_leave_nothing(store: TieredStore) -> None:
+    store.put(items("a", 4)).result(10)
+    lease = store.acquire(keys("a", 4), "test").result(10)
+    for call in (
+        lambda: store.acquire(keys("a", 4), "x", deadline=math.nan),
+        lambda: store.prefetch(keys("a", 4), "x", deadline=math.nan),
+        lambda: store.fetch(lease, 0, 4, deadline=math.nan),
+        lambda: store.pin(keys("a", 4), "x", ttl=math.nan),
+        lambda: store.pin(keys("a", 4), "x", ttl=-1.0),
+    ):
+        with pytest.raises(RequestError, match=r"expected .*seconds"):
+            call()
+    store.release(lease)
+    for seconds in (math.inf, 1e300, math.nan):
+        with pytest.raises(ConfigError, match="load_deadline"):
+            StoreOptions(load_deadline=seconds)
+
+
+def test_deadlines_that_nobody_could_meet_do_not_make_a_tier_a_bad_one(store: TieredStore, below: FaultyTier) -> None:
+    store.put(items("a", 4)).result(10)
+    store.flush()
+    store.clear("host")
+    for number in range(8):
+        past = time.monotonic() - number
+        assert len(store.acquire(keys("a", 4), "test", deadline=past).result(10)) == 0
+        lease = store.acquire(keys("a", 4), "test").result(10)
+        store.fetch(lease, 0, 4, deadline=past).result(10)
+        store.release(lease)
+    settle_alarm(store)
+    assert store.metrics.value("breaker_trips_total", tier=below.name) == 0
+    assert fetched(store, keys("a", 4)) == 4
+
+
+def test_the_alarm_forgets_what_was_done_long_before_its_deadline() -> None:
+    alarm = Alarm()
+
+    class Work:
+        """Gone as soon as nobody wants it."""
+
+    kept = Work()
+    alarm.at(time.monotonic() + 1e6, lambda: None, weakref.ref(kept))
+    for _ in range(20_000):
+        alarm.at(time.monotonic() + 1e6, lambda: None, weakref.ref(Work()))
+    assert len(alarm._calls) < 4096
+    assert any(call[3]() is kept for call in alarm._calls)
+    alarm.close()
+
+
+def test_one_session_alone_is_bounded_too() -> None:
+    book = SessionBook(limit=10)
+    for number in range(1000):
+        book.note([b"%d" % number], [Hint(session="always the same")])
+    assert len(book.keys("always the same")) <= 10
+    assert len(book._owner) <= 10
+
+
+def test_no_record_names_code_to_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hostile.py").write_text("raise AssertionError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ns = namespace_index(b"hostile".ljust(32))
+    below = memory_tier(16)
+    ref = BlockRef(key("evil", 0), ns, 0, None, exact=True)
+    nbytes = LAYOUT.block_bytes()
+    slots = below.reserve([ref], [nbytes], ["hostile:Format"], "writer")
+    below.write([(slots[0], memoryview(bytes(nbytes)))]).wait()
+    below.commit(slots)
+    assert formats.stored("hostile:Format") is None
+    assert formats.stored("raw") is formats.get("raw")
+    with contextlib.closing(TieredStore(HostTier(32 * BLOCK), [below])) as store:
+        store.register(ns, LAYOUT)
+        lease = store.acquire([ref.key], "test").result(10)
+        assert store.fetch(lease, 0, len(lease)).result(10) == 0
+        store.release(lease)
+    assert "hostile" not in sys.modules
+
+
+def test_two_versions_of_a_block_in_one_batch(store: TieredStore) -> None:
+    lossy, exact = items("a", 1, exact_below=0), items("a", 1)
+    assert store.put(lossy + exact + lossy).result(10) == (1, 2, 0)
+    assert fetched(store, keys("a", 1)) == 1
+    store.host.check()
+
+
+def test_a_namespace_that_nobody_gave_out_is_refused(store: TieredStore) -> None:
+    (ref, data) = items("a", 1)[0]
+    for ns in (-1, 1 << 40):
+        with pytest.raises(FormatMismatch, match="namespace"):
+            store.put([(ref._replace(ns=ns), data)])
+
+
+def test_all_parts_of_a_block_or_none_while_another_brings_one_of_them(store: TieredStore, below: FaultyTier) -> None:
+    """A part that is being promoted shifts nobody's blocks: what falls, falls with its own siblings."""
+    first = items("a", 1, parts=2)
+    store.put(first[:1]).result(10)
+    store.flush()
+    store.clear("host")
+    lease = store.acquire([key("a", 0, 0)], "test").result(10)
+    below.inject(Fault("read", Kind.HANG))
+    coming = store.fetch(lease, 0, 1)
+    while not store._inflight._events:
+        time.sleep(0.001)
+    # Part 1 of block 1 is larger than the tier: block 1 falls, block 0 does not.
+    ref = BlockRef(key("a", 1, 1), NS, 1, key("a", 0, 1), exact=True)
+    second = [items("a", 2, parts=2, start=1)[0], (ref, memoryview(bytes(64 * BLOCK)))]
+    assert store.put(first + second, parts=2).result(10) == (1, 0, 1)
+    below.heal()
+    assert coming.result(10) == 1
+    store.release(lease)
+    assert held(store.host, keys("a", 2, parts=2)) == [True, True, False, False]
+    assert bytes(content(key("a", 0, 1))) == bytes(first[1][1])
