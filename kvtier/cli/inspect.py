@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.keys import namespace_digest
 from kvtier.nvme.checking import FAULTS
 from kvtier.nvme.inspection import Look, compact, look, maintain
@@ -49,9 +49,14 @@ def inspect(  # noqa: PLR0913  one parameter per option
         raise typer.Exit(1)
 
 
-def _put_in_order(path: Path, *, repair: bool, clear: bool, namespace: str | None) -> dict[str, int]:
+def _put_in_order(path: Path, *, repair: bool, clear: bool, namespace: str | None) -> dict[str, int | str]:
     chosen = None if namespace is None else _namespace(path, namespace)
-    row: dict[str, int] = {}
+    row: dict[str, int | str] = {}
+    try:
+        with look(path):
+            pass
+    except TierUnavailable as error:
+        row["started_empty"] = str(error)
     with maintain(path) as opened:
         if repair:
             row |= opened.repair()

@@ -17,6 +17,8 @@ __all__ = ["Batch", "Deadlines", "check_buffer", "transfers"]
 
 _log = logging.getLogger(__name__)
 
+_LONGEST = 3600.0  # a deadline may be infinite, a wait may not
+
 
 class Batch:
     """Runs `move` over windows of items in the workers, then `done` once, in the worker that ends last.
@@ -149,7 +151,7 @@ class Deadlines:
         while True:
             with self._wake:
                 while not self._closing and not (self._heap and expired(self._heap[0][0])):
-                    self._wake.wait(self._heap[0][0] - time.monotonic() if self._heap else None)
+                    self._wake.wait(min(self._heap[0][0] - time.monotonic(), _LONGEST) if self._heap else None)
                 if self._closing:
                     return
                 batch = heapq.heappop(self._heap)[2]()

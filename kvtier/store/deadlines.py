@@ -74,9 +74,9 @@ class Deadlines:
 
         self._alarm.at(deadline, expire, later)
 
-    def after(self, seconds: float, call: Callable[[], object]) -> None:
-        """Call after so many seconds; not at all once closed."""
-        self._alarm.at(time.monotonic() + min(seconds, _LONGEST), call)
+    def after(self, seconds: float, call: Callable[[], object], wanted: Callable[[], object] = lambda: True) -> None:
+        """Call after so many seconds; not at all once closed, and perhaps not once `wanted` says None."""
+        self._alarm.at(time.monotonic() + min(seconds, _LONGEST), call, wanted)
 
     def close(self) -> None:
         """Nothing expires any more. Idempotent."""

@@ -248,7 +248,7 @@ class Demoter:
     def _write_chunk(self, blocks: Sequence[_Block]) -> None:
         with self.port.staging.take(sum(map(self._staged, blocks))) as staging:
             scratch = _Scratch(staging, self.port.tier.caps.align)
-            early = {at: self._encode(block, scratch) for at, block in enumerate(blocks) if block.target.variable}
+            blocks, early = self._encoded_early(blocks, scratch)
             slots = self.port.tier.reserve(
                 [block.target.ref for block in blocks],
                 [early[at].nbytes if at in early else block.target.nbytes for at, block in enumerate(blocks)],
@@ -263,6 +263,25 @@ class Demoter:
             finally:
                 # What was committed is no reservation any more; the rest is given back, whatever happened.
                 self.port.tier.abort([slot for slot in slots if isinstance(slot, Handle)])
+
+    def _encoded_early(
+        self, blocks: Sequence[_Block], scratch: "_Scratch"
+    ) -> tuple[list[_Block], dict[int, memoryview]]:
+        """Encode what has no size before; leaves out what cannot be encoded, and its descendants."""
+        kept: list[_Block] = []
+        early: dict[int, memoryview] = {}
+        bad: set[bytes | None] = set()
+        for block in blocks:
+            ref, variable = block.source.ref, block.target.variable
+            data = self._encodable(block, scratch) if variable and ref.parent not in bad else None
+            if ref.parent in bad or (variable and data is None):
+                bad.add(ref.key)
+                continue
+            if data is not None:
+                early[len(kept)] = data
+            kept.append(block)
+        self._drop("unencodable", [key for key in bad if key is not None])
+        return kept, early
 
     def _filled(
         self,

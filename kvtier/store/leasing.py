@@ -51,6 +51,16 @@ class Leases:
                     found, idle = found + 1, 0
         return names
 
+    def unbroken(self, keys: Sequence[bytes], parts: int, *, exact: bool) -> int:
+        """Leading blocks of which every part is somewhere: asks for each, where `match` leaps over a hole."""
+        missing = list(range(len(keys)))
+        for port in self._ports if keys else ():
+            here = port.present([keys[at] for at in missing], exact=exact)
+            missing = [at for at, found in zip(missing, here, strict=True) if not found]
+            if not missing:
+                return len(keys) // parts
+        return missing[0] // parts if missing else 0
+
     @staticmethod
     def _run(port: Port, keys: Sequence[bytes], parts: int, *, exact: bool) -> int:
         def held(blocks: Sequence[int]) -> list[bool]:
@@ -168,6 +178,10 @@ class Pins:
             with self._lock:
                 self._pins.setdefault(owner, []).append((until, handles[:whole]))
         return whole // parts
+
+    def of(self, owner: Owner) -> object:
+        """What an owner has pinned; None: nothing."""
+        return self._pins.get(owner)
 
     def remove(self, owner: Owner) -> None:
         """End all pins of an owner."""

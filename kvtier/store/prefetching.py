@@ -9,6 +9,7 @@ from kvtier.store.lease import Lease
 from kvtier.store.leasing import Leases
 from kvtier.store.promotion import Promoter
 from kvtier.store.results import Deferred, PrefetchResult
+from kvtier.tiers import expired
 
 __all__ = ["Prefetch", "prefetch_steps"]
 
@@ -77,6 +78,8 @@ def prefetch_steps(
         fits = yield from promoter.steps(lease, 0, len(lease), deadline)
         arrived = promoter.in_host(lease, 0, len(lease))
         deferred: Deferred | None = None if fits else "no_space"
+        if fits and expired(deadline) and arrived < len(keys) // lease.parts:
+            deferred = "timeout"
         metrics.prefetches.labels(deferred or "done").inc()
         metrics.prefetched_blocks.inc(arrived)
         return PrefetchResult(arrived if fits else 0, deferred)

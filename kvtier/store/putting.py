@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from kvtier.errors import FormatMismatch
 from kvtier.hints import NO_HINT, Hint
-from kvtier.keys import namespace_digest
+from kvtier.keys import STORE_KEY_BYTES, namespace_digest
 from kvtier.metrics import Metrics
 from kvtier.store.gateway import GatewayTier
 from kvtier.store.inflight import InFlight
@@ -18,6 +18,7 @@ from kvtier.tiers import OWN_WORK, BlockRef, Full, Handle, Reservation, Status
 __all__ = ["Item", "Putter"]
 
 _OWNER = OWN_WORK + "put"
+_DEEPEST = (1 << 31) - 1
 
 
 class Item(NamedTuple):
@@ -58,7 +59,7 @@ class Putter:
         """Check a batch, before anything changes.
 
         Raises:
-            FormatMismatch: a block has another size than its layout says, or the numbers do not fit.
+            FormatMismatch: a block has another size than its layout says or no proper name, or the numbers do not fit.
         """
         if parts < 1 or len(raw) % parts or (hints is not None and len(hints) != len(raw)):
             given = "none" if hints is None else len(hints)
@@ -69,6 +70,7 @@ class Putter:
             _check_namespace(ns)
         checked = []
         for at, (ref, data) in enumerate(raw):
+            _check_ref(ref)
             self._recoder.check(ref, data.nbytes, at % parts, parts)
             target = self._recoder.of_raw(self._host, ref, data.nbytes, at % parts, parts)
             checked.append(Item(ref, data, target, NO_HINT if hints is None else hints[at]))
@@ -162,6 +164,15 @@ class Putter:
             self._gate.drop("unencodable", 1)
             return False
         return True
+
+
+def _check_ref(ref: BlockRef) -> None:
+    # One bad name would cost all that are written to a disk together with it.
+    named = [ref.key] if ref.parent is None else [ref.key, ref.parent]
+    if not all(isinstance(key, bytes) and len(key) == STORE_KEY_BYTES for key in named):
+        raise FormatMismatch(f"key {ref.key!r}, parent {ref.parent!r}: expected {STORE_KEY_BYTES} bytes each")
+    if not -1 <= ref.depth <= _DEEPEST:
+        raise FormatMismatch(f"block {ref.key.hex()} at depth {ref.depth}: expected -1 (unknown) to {_DEEPEST}")
 
 
 def _check_namespace(ns: int) -> None:

@@ -141,7 +141,10 @@ class TieredStore:
     def wanted(self, keys: Sequence[bytes], *, exact: bool, parts: int = 1) -> int:
         """Leading blocks that need no saving: they are there, and (`exact`) exact where host can keep them so."""
         _check_parts(keys, parts)
-        return len(self._leases.match(keys, parts, exact=exact and self._recoder.keeps_exact()))
+        exact = exact and self._recoder.keeps_exact()
+        run = len(self._leases.match(keys, parts, exact=exact))
+        # A damaged or deleted block leaves its descendants on disk: a hole that is leapt over would stay for good.
+        return self._leases.unbroken(keys[: run * parts], parts, exact=exact)
 
     def held(self, keys: Sequence[bytes], *, exact: bool) -> list[bool]:
         """Which of `keys` are in host, and (`exact`) exact where host can keep them so; each by itself, no run."""
@@ -280,7 +283,7 @@ class TieredStore:
         _check_parts(keys, parts)
         pinned = self._pins.add(keys, owner, parts, ttl)
         if ttl is not None and pinned:
-            self._deadlines.after(ttl, self._pins.expire)
+            self._deadlines.after(ttl, self._pins.expire, partial(self._pins.of, owner))
         return pinned
 
     def unpin(self, owner: Owner) -> None:

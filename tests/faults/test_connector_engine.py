@@ -124,8 +124,10 @@ def test_sharers_of_failed_blocks_get_the_right_tokens(stack: Stack, reference: 
     stack.below.bad = bad
     outputs = stack.run({"owner": PROMPT, "sharer": PROMPT, "other": [*PROMPT[:30], 5]})
     assert outputs["owner"].token_ids == outputs["sharer"].token_ids == reference
-    assert outputs["owner"].metrics.loaded_tokens == bad * BLOCK
-    assert outputs["owner"].metrics.computed_tokens == len(PROMPT) - bad * BLOCK
+    # Whichever came first loaded, and computed the rest; the other one had it from there.
+    first = max((outputs[name].metrics for name in ("owner", "sharer")), key=lambda metrics: metrics.computed_tokens)
+    assert first.loaded_tokens == bad * BLOCK
+    assert first.computed_tokens == len(PROMPT) - bad * BLOCK
 
 
 def test_a_failing_load_of_the_only_request_wakes_the_engine(stack: Stack, reference: tuple[int, ...]) -> None:

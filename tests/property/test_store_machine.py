@@ -89,7 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
         lease = self.store.acquire(wanted, owner, parts=parts, lossy=lossy).result(30)
         assert self.model[chain].least(exact=not lossy) <= len(lease) <= self.model[chain].most(exact=not lossy)
         assert len(lease) == len(lease.tiers()) == len(lease.blocks) // parts
-        assert len(hint) <= self.model[chain].most(exact=not lossy)
+        assert len(hint) >= len(lease)
         assert [handle.ref.key for _, handle in lease.blocks] == wanted[: len(lease.blocks)]
         assert lossy or lease.is_exact(0, len(lease))
         self.leases.append((owner, lease))
@@ -175,9 +175,9 @@ class StoreMachine(RuleBasedStateMachine):
             wanted = keys(chain, DEPTH, PARTS[chain])
             for exact in (False, True):
                 run = len(self.store.match(wanted, parts=PARTS[chain], lossy=not exact).tiers)
-                assert run <= known.most(exact=exact)
-                lacking = self.store.wanted(wanted, exact=exact, parts=PARTS[chain])
-                assert lacking == run
+                whole = self.store.wanted(wanted, exact=exact, parts=PARTS[chain])
+                # `match` leaps over a hole that a deletion left below: it is a hint.
+                assert whole <= min(run, known.most(exact=exact))
 
     @invariant()
     def capacity_is_hard_and_counts_add_up(self) -> None:

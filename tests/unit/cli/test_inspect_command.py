@@ -288,3 +288,10 @@ class TestRefusals:
         with maintain(path):
             pass
         assert main(["inspect", str(path), "--verify"]) == 0
+
+    def test_repair_says_when_there_was_nothing_to_save(self, path: Path, run: Any) -> None:
+        os.truncate(path / "index" / "data.mdb", 3 * 4096)
+        row = run(path, "--repair", "--stats")
+        assert "index was shortened" in row["started_empty"]
+        assert row["blocks"] == 0
+        assert "started_empty" not in run(path, "--repair")

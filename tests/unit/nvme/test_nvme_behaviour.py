@@ -462,3 +462,18 @@ def test_buffered_where_there_is_no_direct_io(
     assert [data for _, data in load(tier, [ref.key for ref in refs])] == [content(ref, 10_000) for ref in refs]
     assert metrics.value("fallbacks_total", tier="nvme", what="buffered_io") == 1
     tier.close()
+
+
+def test_an_infinite_deadline_is_none(tier: NvmeTier) -> None:
+    refs = chain_refs(2)
+    handles = _reserve(tier, refs)
+    data = [(handle, content(handle.ref, _SIZE)) for handle in handles]
+    assert set(tier.write(data, float("inf")).wait(30).statuses) == {Status.OK}
+    tier.commit(handles)
+    leased = tier.acquire([ref.key for ref in refs], "t", float("inf")).wait().handles
+    outs = [(handle, memoryview(bytearray(_SIZE))) for handle in leased]
+    assert set(tier.read(outs, float("inf")).wait(30).statuses) == {Status.OK}
+    tier.release(leased)
+    # The thread that ends what is late still lives.
+    assert all(thread.is_alive() for thread in threading.enumerate() if "deadlines" in thread.name)
+    assert any("deadlines" in thread.name for thread in threading.enumerate())

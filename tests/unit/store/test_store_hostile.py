@@ -10,14 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_world import BLOCK, NS, content, fetched, held, items, key, keys, memory_tier, nothing_is_held
+from store_world import BLOCK, NS, ExtentTier, content, fetched, held, items, key, keys, memory_tier, nothing_is_held
 
 from kvtier import formats
 from kvtier.cpu import HostTier
 from kvtier.errors import ConfigError, FormatMismatch, RequestError
+from kvtier.formats import catalog
+from kvtier.formats.bitsplit import BitsplitFormat
 from kvtier.hints import Hint
 from kvtier.keys import namespace_index
 from kvtier.layout import GroupKind, LayerGroup, Layout
+from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.store import StoreOptions, TieredStore
 from kvtier.store.lanes import Alarm
 from kvtier.store.sessions import SessionBook
@@ -109,6 +112,45 @@ def test_the_alarm_forgets_what_was_done_long_before_its_deadline() -> None:
     alarm.close()
 
 
+def test_pins_that_were_ended_early_do_not_pile_up_either(store: TieredStore) -> None:
+    store.put(items("a", 1)).result(10)
+    assert store.pin(keys("a", 1), "stays", ttl=1e6) == 1
+    for number in range(5000):
+        store.pin(keys("a", 1), str(number), ttl=1e6)
+        store.unpin(str(number))
+    assert len(store._deadlines._alarm._calls) < 4096
+    assert store.stats()["store"]["pins"] == 1
+    store.unpin("stays")
+
+
+class _Picky(BitsplitFormat):
+    """Its size depends on the data, and some data it refuses."""
+
+    id = sink = "picky"
+
+    def encode(self, src: memoryview, layout: Layout, out: memoryview, group: int = 0) -> int:
+        if src[0] == 0xFF:
+            raise FormatMismatch("picky: a block that begins with 255; store it as raw")
+        return super().encode(src, layout, out, group)
+
+
+def test_one_block_that_cannot_be_encoded_takes_its_descendants_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(catalog._formats, "picky", _Picky())
+    nbytes, below = LAYOUT.block_bytes(), ExtentTier(64 * BLOCK, name="below")
+    batch = [(ref, memoryview(bytes(nbytes))) for ref, _ in items("a", 6) + items("b", 3)]
+    batch[3] = (batch[3][0], memoryview(b"\xff" + bytes(nbytes - 1)))
+    options = StoreOptions(formats={"below": "picky"})
+    with contextlib.closing(TieredStore(HostTier(32 * BLOCK), [below], options=options)) as store:
+        store.register(NS, LAYOUT)
+        assert store.put(batch).result(10).stored == 9
+        store.flush()
+        assert held(below, keys("a", 6) + keys("b", 3)) == [True] * 3 + [False] * 3 + [True] * 3
+        assert store.metrics.value("dropped_blocks_total", tier="below", reason="unencodable") == 3
+        assert store.metrics.value("errors_total", tier="below", operation="demote") == 0
+
+
 def test_one_session_alone_is_bounded_too() -> None:
     book = SessionBook(limit=10)
     for number in range(1000):
@@ -137,6 +179,19 @@ def test_no_record_names_code_to_be_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert "hostile" not in sys.modules
 
 
+def test_a_hole_on_disk_is_saved_again(tmp_path: Path) -> None:
+    nvme = NvmeTier(tmp_path / "nvme", 1 << 20, NvmeOptions(min_free_bytes=0))
+    with contextlib.closing(TieredStore(HostTier(32 * BLOCK), [nvme])) as store:
+        store.put(items("a", 5)).result(10)
+        store.flush()
+        store.clear("host")
+        store.delete([key("a", 2)])
+        assert store.wanted(keys("a", 5), exact=True) == 2
+        assert store.put(items("a", 5, start=2)).result(10).stored == 3
+        assert store.wanted(keys("a", 5), exact=True) == 5
+        assert fetched(store, keys("a", 5)) == 5
+
+
 def test_two_versions_of_a_block_in_one_batch(store: TieredStore) -> None:
     lossy, exact = items("a", 1, exact_below=0), items("a", 1)
     assert store.put(lossy + exact + lossy).result(10) == (1, 2, 0)
@@ -149,6 +204,26 @@ def test_a_namespace_that_nobody_gave_out_is_refused(store: TieredStore) -> None
     for ns in (-1, 1 << 40):
         with pytest.raises(FormatMismatch, match="namespace"):
             store.put([(ref._replace(ns=ns), data)])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"key": b"short"},
+        {"key": "x" * 16},
+        {"parent": b"short"},
+        {"parent": "x" * 16},
+        {"depth": -2},
+        {"depth": 1 << 31},
+    ],
+    ids=str,
+)
+def test_a_block_without_a_proper_name_is_refused_with_its_batch(store: TieredStore, wrong: dict[str, object]) -> None:
+    batch = items("a", 3)
+    batch[2] = (batch[2][0]._replace(**wrong), batch[2][1])
+    with pytest.raises(FormatMismatch, match="expected"):
+        store.put(batch)
+    assert store.match(keys("a", 3)).tiers == ()
 
 
 def test_all_parts_of_a_block_or_none_while_another_brings_one_of_them(store: TieredStore, below: FaultyTier) -> None:
