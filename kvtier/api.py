@@ -48,7 +48,7 @@ class _Stack:
         # Before any tier is opened: an engine that cannot be made leaves no directory behind.
         pool_size(self.model, options)
         layout = self.model.model.layout(options.block_size)
-        self.store = store or open_store(self.config.tiering, block_bytes=layout.block_bytes())
+        self.store = store or open_store(self.config.tiering, block_bytes=layout.block_bytes(), layout=layout)
         self.connection: Connection | None = None
         self.closed = False
         try:

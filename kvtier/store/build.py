@@ -6,7 +6,8 @@ from collections.abc import Callable
 from kvtier import formats
 from kvtier.config import HostSettings, NvmeSettings, TieringSettings
 from kvtier.cpu import HostTier
-from kvtier.errors import CapacityError, ConfigError
+from kvtier.errors import CapacityError, ConfigError, FormatMismatch
+from kvtier.layout import Layout
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.policies import NextTurn, NoPrefetch, make_policy
@@ -23,6 +24,7 @@ def open_store(
     settings: TieringSettings,
     *,
     block_bytes: int = 1,
+    layout: Layout | None = None,
     metrics: Metrics | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TieredStore | None:
@@ -31,6 +33,7 @@ def open_store(
     Args:
         settings: which tiers, where, how large, and how they are used.
         block_bytes: the largest block that every tier must be able to hold.
+        layout: of the blocks that will come, so that a format that cannot take them is refused now.
         metrics: shared by the store and its tiers.
         clock: seconds, for policies and the store.
 
@@ -46,7 +49,7 @@ def open_store(
         return None
     # Before anything is opened: a directory that can never hold a block is not even made.
     _check_capacities(settings, block_bytes)
-    _check_formats(settings)
+    _check_formats(settings, layout)
     metrics = metrics or Metrics()
     host = _open_host(settings.host, block_bytes, metrics, clock)
     lower: list[NvmeTier] = []
@@ -84,18 +87,34 @@ def _check_capacities(settings: TieringSettings, block_bytes: int) -> None:
             )
 
 
-def _check_formats(settings: TieringSettings) -> None:
+def _check_formats(settings: TieringSettings, layout: Layout | None) -> None:
     for name, tier in (("host", settings.host), ("nvme", settings.nvme)):
         if tier is not None and not formats.get(tier.format).exact and not settings.accept_lossy:
             raise ConfigError(
                 f"tiering.{name}.format = {tier.format!r} is lossy: nothing stored in it would ever be reused; "
                 "set tiering.accept_lossy = true (outputs may differ), or choose raw or bitsplit"
             )
+        if tier is not None and layout is not None:
+            _check_layout(name, tier.format, layout)
     if settings.host is not None and settings.host.format == "bitsplit":
-        raise ConfigError(
-            "tiering.host.format = 'bitsplit': its blocks differ in size, and host takes fixed sizes only; "
-            "use it in tiering.nvme.format"
-        )
+        raise _variable("bitsplit")
+
+
+def _check_layout(tier: str, format_id: str, layout: Layout) -> None:
+    for group in range(len(layout.groups)):
+        try:
+            size = formats.get(format_id).size(layout, group)
+        except FormatMismatch as error:
+            raise ConfigError(f"tiering.{tier}.format = {format_id!r} cannot take this model's KV: {error}") from error
+        if size is None and tier == "host":
+            raise _variable(format_id)
+
+
+def _variable(format_id: str) -> ConfigError:
+    return ConfigError(
+        f"tiering.host.format = {format_id!r}: its blocks differ in size, and host takes fixed sizes only; "
+        "use it in tiering.nvme.format"
+    )
 
 
 def _open_host(settings: HostSettings, block_bytes: int, metrics: Metrics, clock: Callable[[], float]) -> HostTier:

@@ -7,6 +7,8 @@ import pytest
 
 from kvtier.config import load_config
 from kvtier.errors import ConfigError, KVTierError
+from kvtier.formats.bitsplit import BitsplitFormat
+from kvtier.layout import GroupKind, LayerGroup, Layout
 from kvtier.policies import ArcPolicy, NextTurn
 from kvtier.store import TieredStore, open_store
 
@@ -67,3 +69,21 @@ def test_off_is_off() -> None:
 def test_a_deadline_is_a_number_of_seconds(value: object) -> None:
     with pytest.raises(ConfigError, match="load_deadline"):
         load_config({"tiering": {"load_deadline": value}}, environ={}, search=False)
+
+
+class Growing(BitsplitFormat):
+    """A third party's format of variable size."""
+
+    id = sink = "growing"
+
+
+def test_a_format_that_cannot_take_the_blocks_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    layout = Layout(16, (LayerGroup(GroupKind.GQA, (0, 1), 2, 2, 64, dtype="bfloat16"),))
+    for host, nvme, message in (
+        ("raw", "mla8", "tiering.nvme.format = 'mla8' cannot take this model's KV"),
+        (f"{__name__}:Growing", "raw", "its blocks differ in size"),
+    ):
+        chosen = settings(tmp_path, {"format": host}, {"format": nvme}, accept_lossy=True)
+        with pytest.raises(ConfigError, match=message):
+            open_store(chosen, block_bytes=layout.block_bytes(), layout=layout)
+        assert not (tmp_path / "nvme").exists()
