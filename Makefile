@@ -28,8 +28,11 @@ format: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(BIN)/python docs/generate.py
+	OMP_NUM_THREADS=1 $(BIN)/python docs/fault_matrix.py
 
 bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/store.py --json build/store.json
+	$(BIN)/python benchmarks/quality.py --json build/quality.json
 	$(BIN)/python benchmarks/engine.py --json build/engine.json
 
 venv: $(VENV)/.installed

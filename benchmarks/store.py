@@ -14,34 +14,34 @@ from pathlib import Path
 from harness import DIRECTORY, Report, arguments
 
 SECTIONS = {
-    "host": "store_host",
-    "match": "store_match",
-    "policies": "store_policies",
-    "nvme": "store_nvme",
-    "index": "store_nvme",
-    "formats": "store_formats",
-    "lmcache": "store_lmcache",
+    "host": ("store_host", "run"),
+    "match": ("store_match", "run"),
+    "policies": ("store_policies", "run"),
+    "nvme": ("store_nvme", "run"),
+    "index": ("store_nvme", "run_index"),
+    "formats": ("store_formats", "run"),
+    "lmcache": ("store_lmcache", "run"),
 }
 
 
-def modules(text: str) -> list[str]:
-    """The modules behind section names; sections of one module are run once."""
+def sections(text: str) -> list[tuple[str, str]]:
+    """Module and function of each section name."""
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in SECTIONS]
     if unknown:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected some of {','.join(SECTIONS)}")
-    return list(dict.fromkeys(SECTIONS[name] for name in names))
+    return [SECTIONS[name] for name in dict.fromkeys(names)]
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--only", type=modules, default=",".join(SECTIONS), help="sections to run, all by default")
+    parser.add_argument("--only", type=sections, default=",".join(SECTIONS), help="sections to run, all by default")
     parser.add_argument("--dir", type=Path, default=DIRECTORY, help="where files go (default: %(default)s)")
     args = parser.parse_args()
     args.dir.mkdir(parents=True, exist_ok=True)
     report = Report(args.json, args.dir)
-    for module in args.only:
-        import_module(module).run(report, args.quick)
+    for module, function in args.only:
+        getattr(import_module(module), function)(report, args.quick)
         report.write()
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -27,23 +28,34 @@ from kvtier.nvme.segments import Segments, aligned_buffer
 from kvtier.testing.blocks import chain_refs
 from kvtier.tiers import BlockRef, Status
 
-__all__ = ["run"]
+__all__ = ["run", "run_index"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _BATCH = 16
 
 
 def run(report: Report, quick: bool) -> None:  # noqa: FBT001  every section is called like this
-    """All rows of the NVMe tier and of its index."""
-    place = report.directory / f"nvme-{os.getpid()}"
-    place.mkdir(parents=True)
-    try:
+    """The rows of `nvme.*`."""
+    with _place(report) as place:
         for size in (64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB):
             for workers in (1, 4):
                 _bandwidth(report, place, size, workers, quick=quick)
         _full(report, place, quick=quick)
+
+
+def run_index(report: Report, quick: bool) -> None:  # noqa: FBT001
+    """The rows of `index.*`."""
+    with _place(report) as place:
         for entries in (20_000, 100_000) if quick else (100_000, 1_000_000, 10_000_000):
             _index(report, place, entries)
+
+
+@contextmanager
+def _place(report: Report) -> Iterator[Path]:
+    place = report.directory / f"nvme-{os.getpid()}"
+    place.mkdir(parents=True)
+    try:
+        yield place
     finally:
         shutil.rmtree(place)
 
@@ -138,7 +150,7 @@ class _Load:
 
 
 def _bandwidth(report: Report, place: Path, size: int, workers: int, *, quick: bool) -> None:
-    nbytes, rounds = (128 * _MIB, 2) if quick else (512 * _MIB, 5)
+    nbytes, rounds = (128 * _MIB, 2) if quick else (256 * _MIB, 7)
     load = _Load(place, nbytes, size, workers)
     peer = shutil.which("fio") is not None
     name = f"fio qd{workers}" if peer else None

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 from kvtier.errors import FormatMismatch, TierError
 from kvtier.hints import Hint
+from kvtier.native.checksum import copy_checksum
 from kvtier.nvme.batch import Batch, Deadlines, check_buffer, transfers
 from kvtier.nvme.counting import Counts
 from kvtier.nvme.holds import NvmeHandle
 from kvtier.nvme.io import BlockIO, Transfer
 from kvtier.nvme.opening import Opened
 from kvtier.nvme.segments import SegmentLost
-from kvtier.tiers import OWN_WORK, Completions, Handle, Owner, Status, Ticket, block_checksum, expired
+from kvtier.tiers import OWN_WORK, Completions, Handle, Owner, Status, Ticket, checksum_head, expired
 
 __all__ = ["Reader"]
 
@@ -128,7 +129,8 @@ class Reader:
             self._counts.failed("read", error)
             self._heal(handle, error)
             return Status.MISS
-        if block_checksum(handle.ref, handle.fmt, transfer.data[: handle.nbytes].data) == handle.checksum:
+        head = checksum_head(handle.ref, handle.fmt)
+        if copy_checksum(head, transfer.data[: handle.nbytes].data) == handle.checksum:
             return Status.OK
         try:
             dropped = self._drop(handle)

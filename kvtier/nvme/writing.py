@@ -9,6 +9,7 @@ from kvtier.errors import FormatMismatch, LeaseError, TierFull
 from kvtier.formats import fidelity
 from kvtier.hints import Hint
 from kvtier.keys import STORE_KEY_BYTES
+from kvtier.native.checksum import copy_checksum
 from kvtier.nvme.batch import Batch, Deadlines, check_buffer, transfers
 from kvtier.nvme.counting import Counts
 from kvtier.nvme.extents import PAGE, Extent, merged, pages_for
@@ -28,7 +29,7 @@ from kvtier.tiers import (
     Reservation,
     Status,
     Ticket,
-    block_checksum,
+    checksum_head,
 )
 
 __all__ = ["Writer"]
@@ -161,13 +162,14 @@ class Writer:
                 handle.checksum = b""
                 handle.moves += 1
         moving = transfers(handles, [data for _, data in items])
-        checksums = [b""] * len(handles)
         ticket, start = Ticket(), time.perf_counter()
+        # Here and not in the workers, which have the batch before on the disk meanwhile.
+        checksums = [
+            copy_checksum(checksum_head(handle.ref, handle.fmt), transfer.data[: handle.nbytes].data)
+            for handle, transfer in zip(handles, moving, strict=True)
+        ]
 
         def move(window: list[int]) -> list[Status]:
-            for at in window:
-                handle = handles[at]
-                checksums[at] = block_checksum(handle.ref, handle.fmt, moving[at].data[: handle.nbytes].data)
             return [self._written(error) for error in self._blocks.write([moving[at] for at in window])]
 
         def done(statuses: list[Status]) -> None:
