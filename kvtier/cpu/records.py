@@ -4,7 +4,7 @@ holds of an extent = its reservation, or being its node's current version
                    + leases + operations that are copying its bytes right now
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from kvtier.cpu.holds import GONE, Extent, Fidelity, HostHandle, Node
@@ -17,6 +17,8 @@ from kvtier.policies import EvictionPolicy
 from kvtier.tiers import BlockRef, Exists, Full, Handle, Owner, Reservation
 
 __all__ = ["RecordTable"]
+
+_EVICTIONS = 1 << 16
 
 
 class RecordTable:
@@ -34,6 +36,7 @@ class RecordTable:
         self.leases = 0
         self.reservations = 0
         self.evicted = 0
+        self.evictions: deque[bytes] = deque(maxlen=_EVICTIONS)
         self._slab = slab
         self._policy = policy
         self._pending: dict[bytes, dict[Fidelity, Extent]] = {}
@@ -353,6 +356,8 @@ class RecordTable:
             node.parent.discard(node)
         elif node.extent.ref.parent is not None:
             self._forget_orphan(node, node.extent.ref.parent)
+        if evicted:
+            self.evictions += [gone.extent.ref.key for gone in doomed]
         for gone in doomed:
             self._slots[gone.slot] = None
             self._free_slots.append(gone.slot)

@@ -329,6 +329,13 @@ class HostTier:
         with self._state():
             return self._table.coldest(count)
 
+    def take_evicted(self) -> list[bytes]:
+        """Keys of the records evicted since the last call, the latest 65,536 at most."""
+        with self._state():
+            evictions = list(self._table.evictions)
+            self._table.evictions.clear()
+        return evictions
+
     # ---- removal
 
     def remove(self, keys: Sequence[bytes]) -> Ticket:

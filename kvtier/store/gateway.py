@@ -18,3 +18,7 @@ class GatewayTier(AddressableTier, Protocol):
     def coldest(self, count: int) -> list[bytes]:
         """Keys of the next victims, in order; changes nothing."""
         ...
+
+    def take_evicted(self) -> list[bytes]:
+        """Keys of the records evicted since the last call, as far as it remembers."""
+        ...

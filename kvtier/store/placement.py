@@ -72,7 +72,6 @@ class Placement:
         self._lock = threading.Lock()
         self._lane = Lane("kvtier-leave", 1)
         self._looking = False
-        self._gone: list[bytes] = []
         self._arrivals = 0
         self._next_look = 0
         self._announce()
@@ -141,29 +140,22 @@ class Placement:
 
     # ---- leaving
 
-    def leaving(self, sizes: Sequence[int]) -> list[bytes]:
-        """Before records of these sizes are reserved: what will have to go for them, as far as that can be told."""
-        if not self._demoters or self._rule != "leave" or not self._nearly_full(sum(sizes)):
-            return []
-        return self._coldest(len(sizes))
-
-    def arrived(self, count: int, leaving: Sequence[bytes]) -> None:
-        """`count` records came into host; `leaving`: what `leaving` said before."""
+    def arrived(self, count: int) -> None:
+        """`count` records came into host."""
         # Also while the budget is tight: what was put before, to be written on leaving, may go now.
         if self._demoters and self._rule == "leave":
-            self._look(count, leaving)
+            self._look(count)
 
-    def _nearly_full(self, incoming: int = 0) -> bool:
+    def _nearly_full(self) -> bool:
         stats = self._gate.attempt("stats", self._host.stats, None)
-        return stats is not None and stats["bytes"] + incoming >= _HIGH_WATER * stats["capacity_bytes"]
+        return stats is not None and stats["bytes"] >= _HIGH_WATER * stats["capacity_bytes"]
 
     def _coldest(self, count: int) -> list[bytes]:
         return self._gate.attempt("coldest", lambda: self._host.coldest(count), [])
 
-    def _look(self, count: int, leaving: Sequence[bytes]) -> None:
+    def _look(self, count: int) -> None:
         """Have the coldest blocks written in the background; one look at a time, however many puts ask for it."""
         with self._lock:
-            self._gone += leaving
             self._arrivals += count
             if self._looking or self._arrivals < self._next_look:
                 return
@@ -187,8 +179,9 @@ class Placement:
 
     def _count_lost(self) -> None:
         """What left host and is in no lower tier either was too late."""
-        with self._lock:
-            gone, self._gone = self._gone, []
+        nothing: list[bytes] = []
+        evicted = self._gate.attempt("take_evicted", self._host.take_evicted, nothing)
+        gone = list(dict.fromkeys(evicted)) if self._rule == "leave" else []
         for demoter in self._demoters if gone else ():
             here = self._gate.present(gone, exact=False)
             left = [key for key, still in zip(gone, here, strict=True) if not still]

@@ -153,7 +153,6 @@ class Promoter:
                 port.fell_back("unreadable_format")
                 break
             targets.append((source, target))
-        leaving = self._placement.leaving([target.nbytes for _, target in targets])
         results = self._host.reserve(
             [target.ref for _, target in targets],
             [target.nbytes for _, target in targets],
@@ -173,7 +172,7 @@ class Promoter:
         finally:
             # What was committed is no reservation any more; the rest (a bad block and its descendants) goes.
             self._host.abort([move.slot for move in moves])
-            self._placement.arrived(len(moves), leaving)
+            self._placement.arrived(len(moves))
         return any(isinstance(slot, Full) for slot in results)
 
     def _fill(self, port: Port, moves: Sequence[_Move], deadline: float | None) -> int:

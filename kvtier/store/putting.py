@@ -81,7 +81,6 @@ class Putter:
         refs = [item.target.ref for item in items]
         mine = self._inflight.claim(refs).mine
         claimed = [item for item, own in zip(items, mine, strict=True) if own]
-        leaving = self._placement.leaving([item.target.nbytes for item in claimed])
         stored: set[bytes] = set()
         bad = {item.ref.key for item in claimed}
         try:
@@ -94,7 +93,7 @@ class Putter:
                 self._gate.remove(deleted)
         good = [Placed(item.ref, item.data.nbytes, item.hint) for item in items if item.ref.key not in bad]
         self._placement.stored(good)
-        self._placement.arrived(len(claimed), leaving)
+        self._placement.arrived(len(claimed))
         return self._counted(items, parts, stored, bad)
 
     def _counted(self, items: Sequence[Item], parts: int, stored: set[bytes], bad: set[bytes]) -> PutResult:

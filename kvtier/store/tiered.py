@@ -341,6 +341,8 @@ class TieredStore:
         self._settle()
         if tier_name in (None, self.host.name):
             self._inflight.delete()
+        if tier_name is None and ns is None:
+            self._placement.forget()
         for port in self._ports:
             if tier_name in (None, port.name):
                 port.patiently("clear", partial(_clear, port.tier, ns))

@@ -380,3 +380,7 @@ class FaultyHostTier(FaultyTier):
         """See `GatewayTier.coldest`."""
         self._maybe_hang(self._strike("coldest"))
         return self._memory.coldest(count)
+
+    def take_evicted(self) -> list[bytes]:
+        """See `GatewayTier.take_evicted`."""
+        return self._memory.take_evicted()

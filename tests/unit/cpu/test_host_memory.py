@@ -453,3 +453,14 @@ def test_copies_out_no_damaged_block() -> None:
             tier.copy_out(keys, buffers, "reader")
     assert tier.stats()["leases"] == 0
     tier.check()
+
+
+def test_says_once_what_was_evicted() -> None:
+    tier = HostTier(SIZE * 4)
+    put(tier, chain_refs(4), SIZE)
+    assert tier.take_evicted() == []
+    put(tier, chain_refs(2, seed=2), SIZE)
+    assert tier.take_evicted() == [ref.key for ref in chain_refs(4)[:1:-1]]
+    assert tier.take_evicted() == []
+    tier.remove([chain_refs(4)[0].key])
+    assert tier.take_evicted() == []
