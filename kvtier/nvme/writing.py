@@ -155,6 +155,11 @@ class Writer:
         """See `Tier.write`. The buffers must stay as they are until the ticket is done."""
         for handle, data in items:
             check_buffer(handle, data, writable=False)
+        # Here and not in the workers, which have the batch before on the disk meanwhile.
+        checksums = [
+            copy_checksum(checksum_head(handle.ref, handle.fmt), data.cast("B")[: handle.nbytes])
+            for handle, data in items
+        ]
         with self._lock:
             self._holds.require_open()
             handles = self._holds.require([handle for handle, _ in items], leased=False)
@@ -163,11 +168,6 @@ class Writer:
                 handle.moves += 1
         moving = transfers(handles, [data for _, data in items])
         ticket, start = Ticket(), time.perf_counter()
-        # Here and not in the workers, which have the batch before on the disk meanwhile.
-        checksums = [
-            copy_checksum(checksum_head(handle.ref, handle.fmt), transfer.data[: handle.nbytes].data)
-            for handle, transfer in zip(handles, moving, strict=True)
-        ]
 
         def move(window: list[int]) -> list[Status]:
             return [self._written(error) for error in self._blocks.write([moving[at] for at in window])]

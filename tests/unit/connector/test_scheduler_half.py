@@ -3,37 +3,15 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import pytest
+from connector_world import BLOCK_BYTES, NAMESPACE, SIZE, Request
 
 from kvtier.connector import TierScheduler
 from kvtier.cpu import HostTier, StagingRegion
-from kvtier.hints import RequestHints
 from kvtier.hooks import Completed, Match, Pending, Step, StepSpan, TransferPlan, TransferResults
-from kvtier.keys import Chain, Namespace, store_keys
+from kvtier.keys import store_keys
 from kvtier.store import TieredStore
-
-SIZE, BLOCK_BYTES = 4, 4096
-NAMESPACE = Namespace("model", b"layout")
-
-
-@dataclass
-class Request:
-    id: str
-    tokens: list[int]
-    lossy: bool | None = None
-    hints: RequestHints | None = None
-    chain: list[bytes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        chain = Chain(SIZE)
-        chain.extend(self.tokens)
-        self.chain = chain.keys
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
 
 
 @pytest.fixture
