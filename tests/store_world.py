@@ -1,6 +1,7 @@
 """Blocks for tests of the store: keys of chains with parts, and bytes that tell which block they are."""
 
 import hashlib
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -51,11 +52,17 @@ def verify(store: TieredStore, lease: Lease, start: int, stop: int) -> None:
 
 
 def fetched(
-    store: TieredStore, wanted: Sequence[bytes], parts: int = 1, lossy: bool | None = None, owner: str = "test"
+    store: TieredStore,
+    wanted: Sequence[bytes],
+    parts: int = 1,
+    lossy: bool | None = None,
+    owner: str = "test",
+    patience: float | None = None,
 ) -> int:
-    """How many leading blocks arrive in host, with the right bytes."""
-    lease = store.acquire(wanted, owner, parts=parts, lossy=lossy).result(30)
-    good = store.fetch(lease, 0, len(lease)).result(30)
+    """How many leading blocks arrive in host, with the right bytes; `patience`: seconds, the store's own by default."""
+    until = None if patience is None else time.monotonic() + patience
+    lease = store.acquire(wanted, owner, parts=parts, lossy=lossy, deadline=until).result(30)
+    good = store.fetch(lease, 0, len(lease), deadline=until).result(30)
     verify(store, lease, 0, good)
     store.release(lease)
     return good

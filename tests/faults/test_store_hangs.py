@@ -68,7 +68,7 @@ def test_a_hanging_load_is_a_miss_at_its_deadline_and_leaks_nothing(world: World
     )
     world.hanging.heal()
     until(lambda: nothing_is_held(world.store))
-    assert fetched(world.store, keys("hung", 8)) == 8
+    assert fetched(world.store, keys("hung", 8), patience=20) == 8
 
 
 def test_what_arrives_after_the_deadline_harms_nobody(world: World) -> None:
@@ -84,7 +84,7 @@ def test_what_arrives_after_the_deadline_harms_nobody(world: World) -> None:
     until(lambda: nothing_is_held(world.store))
     for chain in range(8):
         fetched(world.store, keys(chain, 8))
-    assert fetched(world.store, keys("hung", 8)) == 8
+    assert fetched(world.store, keys("hung", 8), patience=20) == 8
 
 
 def test_loads_from_other_tiers_go_on_while_one_hangs(world: World) -> None:
@@ -94,7 +94,7 @@ def test_loads_from_other_tiers_go_on_while_one_hangs(world: World) -> None:
     hung = [world.store.acquire(keys("hung", 8), f"h{at}", deadline=far).result(10) for at in range(20)]
     futures = [world.store.fetch(lease, 0, 8, deadline=far) for lease in hung]
     for _ in range(5):
-        assert fetched(world.store, keys("warm", 8)) == 8
+        assert fetched(world.store, keys("warm", 8), patience=20) == 8
     for at in range(3):
         lease = world.store.acquire(keys("spared", 8), "test", deadline=far).result(10)
         assert world.store.fetch(lease, 0, 8, deadline=far).result(10) == 8
@@ -124,7 +124,7 @@ def test_a_tier_that_hangs_is_skipped_and_tried_again_later(world: World) -> Non
     for _ in range(5):
         assert world.store.match(keys("hung", 8)).tiers == ()
         assert world.store.acquire(keys("hung", 8), "test").result(10).blocks == []
-        assert fetched(world.store, keys("spared", 8)) == 8
+        assert fetched(world.store, keys("spared", 8), patience=20) == 8
         world.host.remove(keys("spared", 8)).wait()
     assert dict(world.hanging.injected) == calls
     assert world.value("skipped_lookups_total") >= 10
@@ -139,7 +139,7 @@ def test_a_tier_that_hangs_is_skipped_and_tried_again_later(world: World) -> Non
     assert world.store.match(keys("hung", 8)).tiers == ()
     world.now = 17.0
     assert world.store.match(keys("hung", 8)).tiers == ("hanging",) * 8
-    assert fetched(world.store, keys("hung", 8)) == 8
+    assert fetched(world.store, keys("hung", 8), patience=20) == 8
     assert not world.store._ports[1].breaker.is_open
     assert len(world.store.match(keys("hung", 8)).tiers) == 8
 
@@ -179,7 +179,7 @@ def test_what_hangs_otherwise_is_not_waited_for_either(world: World, verb: str) 
     world.store.delete(keys("hung", 1))
     world.store.clear()
     assert world.store.put(items("new", 8)).result(10).stored == 8
-    assert fetched(world.store, keys("new", 8)) == 8
+    assert fetched(world.store, keys("new", 8), patience=20) == 8
 
 
 @pytest.mark.parametrize("verb", ["reserve", "write", "commit"])
