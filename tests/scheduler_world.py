@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from zlib import crc32
 
+from kvtier.engine.outputs import Sampled
 from kvtier.engine.params import SamplingParams
 from kvtier.engine.plan import StepPlan
 from kvtier.engine.request import Request, State
@@ -54,23 +55,23 @@ class Device:
         assert len(values) == count
         return values
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> list[Sampled]:
         """Compute the plan's spans; sampled tokens."""
         for copy in plan.copies:
             self.blocks[copy.dst] = list(self.blocks[copy.src])
-        tokens = []
+        sampled = []
         for at, (request, span) in enumerate(zip(plan.requests, plan.step.spans, strict=True)):
             assert span.start < span.stop
             kv = self.read(span.block_ids, span.start)
             for position in range(span.start, span.stop):
-                kv.append(digest([*kv, request.tokens[position]]))
+                kv.append(digest([*kv, *request.inputs(position, position + 1)]))
                 block = span.block_ids[position // self.size]
                 assert block in plan.step.written
                 self.blocks[block][position % self.size] = kv[-1]
             if at in plan.samples:
                 assert span.stop == request.num_tokens
-                tokens.append(next_token(kv))
-        return tokens
+                sampled.append(Sampled((next_token(kv),)))
+        return sampled
 
 
 @dataclass
@@ -340,7 +341,7 @@ class World:
         assert len({request.id for request in plan.requests}) == len(plan.requests)
         if self.connector is not None:
             self.connector.begin(plan.transfers)
-        tokens = self.device.run(plan)
+        sampled = self.device.run(plan)
         results = TransferResults() if self.connector is None else self.connector.end(plan.transfers)
         if fails:
             unsaved = dict.fromkeys(plan.transfers.saves, 0)
@@ -348,7 +349,7 @@ class World:
             for request in plan.requests:
                 del self.live[request.id]
         else:
-            self.scheduler.update(plan, tokens, results)
+            self.scheduler.update(plan, sampled, results)
             for at in plan.samples:
                 self._maybe_finish(plan.requests[at])
         return plan

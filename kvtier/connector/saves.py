@@ -109,7 +109,9 @@ class SaveQueue:
         }
 
     def _job_for(self, span: StepSpan) -> _Job | None:
-        request, full, parts = span.request, span.stop // self._block_size, len(self._parts)
+        request, parts = span.request, len(self._parts)
+        # Beyond the request's own tokens a span has drafts, which may be wrong.
+        full = min(span.stop, request.num_tokens) // self._block_size
         first = self._saved.get(request.id)
         if first is None:
             keys = self._parts.keys(request.chain[:full])

@@ -8,7 +8,7 @@ from operator import index
 
 from kvtier.engine.models.registry import LoadedModel
 from kvtier.engine.options import EngineOptions
-from kvtier.engine.outputs import EngineStats, RequestOutput
+from kvtier.engine.outputs import EngineStats, RequestOutput, Sampled
 from kvtier.engine.params import SamplingParams
 from kvtier.engine.plan import StepPlan
 from kvtier.engine.request import Request
@@ -144,16 +144,16 @@ class Engine:
         try:
             self._runner.begin(plan)
             began = time.perf_counter()
-            tokens = self._runner.compute(plan)
+            sampled = self._runner.compute(plan)
             self._observe(plan, time.perf_counter() - began)
             results = self._runner.end(plan.transfers)
         except BaseException:
             self._fail(plan)
             raise
-        self._scheduler.update(plan, tokens, results)
+        self._scheduler.update(plan, sampled, results)
         if not plan.requests:
             time.sleep(_IDLE_SECONDS)
-        return [self._advance(plan.requests[at], token) for at, token in zip(plan.samples, tokens, strict=True)]
+        return [self._advance(plan.requests[at], result) for at, result in zip(plan.samples, sampled, strict=True)]
 
     def _fail(self, plan: StepPlan) -> None:
         for request in plan.requests:
@@ -171,22 +171,27 @@ class Engine:
             attended = sum((span.stop**2 - span.start**2) // 2 for span in plan.step.spans)
             self._hook.observe_prefill(plan.num_tokens, seconds, attended)
 
-    def _advance(self, request: Request, token: int) -> RequestOutput:
+    def _advance(self, request: Request, sampled: Sampled) -> RequestOutput:
         stream = self._streams[request.id]
-        reason = self._finish_reason(request, stream, token)
-        if reason is not None:
-            stream.close()
-            self._scheduler.end(request.id, reason)
-            del self._streams[request.id]
+        first = request.num_tokens - len(sampled.tokens)
+        reason: FinishReason | None = None
+        for length, token in enumerate(sampled.tokens, first + 1):
+            reason = self._finish_reason(request, stream, token, length)
+            if reason is not None:
+                request.cut(length)
+                stream.close()
+                self._scheduler.end(request.id, reason)
+                del self._streams[request.id]
+                break
         return _output(request, stream, reason)
 
-    def _finish_reason(self, request: Request, stream: TextStream, token: int) -> FinishReason | None:
+    def _finish_reason(self, request: Request, stream: TextStream, token: int, length: int) -> FinishReason | None:
         params = request.params
         if token in params.stop_token_ids or (token in self._tokenizer.eos_ids and not params.ignore_eos):
             return "stop"
         if stream.push(token):
             return "stop"
-        return "length" if request.num_tokens >= request.max_tokens else None
+        return "length" if length >= request.max_tokens else None
 
     # ---- statistics
 

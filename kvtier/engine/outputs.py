@@ -1,10 +1,34 @@
 """What the engine tells its users: outputs and their metrics per request, statistics of the engine."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.hooks import FinishReason
 
-__all__ = ["EngineStats", "RequestMetrics", "RequestOutput"]
+__all__ = ["EngineStats", "RequestMetrics", "RequestOutput", "Sampled", "TokenLogprobs"]
+
+
+class TokenLogprobs(NamedTuple):
+    """What the model thought of one token.
+
+    token: the one that was chosen, or given. logprob: its natural logarithm of probability, before any of the request's
+    own changes to the logits. rank: 1 for the likeliest. top: the likeliest tokens with theirs, best first.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampled(NamedTuple):
+    """What one request got from one step.
+
+    tokens: to be appended, in order: accepted draft tokens, then one more. logprobs: one for each, if asked for.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True)
@@ -58,6 +82,11 @@ class RequestOutput:
         delta: the end of `text` that is new since the previous output; the deltas together are `text`.
         finish_reason: None while the request goes on.
         metrics: of the request so far; a snapshot.
+        index: which of the request's `n` sequences this is.
+        logprobs: one for each output token, if asked for.
+        prompt_logprobs: one for each prompt token but the first, which has none, if asked for.
+        cumulative_logprob: sum over the output tokens, if asked for.
+        others: where a caller gets one output per request: its other sequences, best first.
     """
 
     id: str
@@ -67,6 +96,16 @@ class RequestOutput:
     delta: str
     finish_reason: FinishReason | None
     metrics: RequestMetrics
+    index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    cumulative_logprob: float | None = None
+    others: "tuple[RequestOutput, ...]" = ()
+
+    @property
+    def sequences(self) -> "tuple[RequestOutput, ...]":
+        """All sequences of the request, best first."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True, slots=True)

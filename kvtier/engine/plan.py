@@ -17,7 +17,8 @@ class StepPlan:
     Args:
         step: the spans to compute, one per request, decodes first.
         requests: the spans' requests, in the same order.
-        samples: indices of the spans after which a token is sampled: those that reach their request's last token.
+        samples: indices of the spans after which tokens are sampled: those that reach their request's last token. Rows
+            of draft tokens follow the row of that token in the same span.
         copies: device blocks to copy before anything is computed (copy-on-write).
         transfers: what the worker hook is to move around this step; empty without a hook.
     """
@@ -89,7 +90,7 @@ class Draft:
         return StepPlan(
             step=step,
             requests=tuple(share.request for share in shares),
-            samples=tuple(at for at, share in enumerate(shares) if share.stop == share.request.num_tokens),
+            samples=tuple(at for at, share in enumerate(shares) if share.stop >= share.request.num_tokens),
             copies=tuple(copy for share in shares for copy in share.copies),
             transfers=transfers,
         )

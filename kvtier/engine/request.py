@@ -41,12 +41,13 @@ _NEXT = {
 class Request:
     """A prompt, its params and what became of them. Implements `kvtier.hooks.RequestView`.
 
-    tokens     [0 .......... num_computed) [num_computed ...... num_tokens)
-                KV is in the block table    to be computed; 1 of them: a decode
+    tokens     [0 .......... num_computed) [num_computed ...... num_tokens) [drafts ..........)
+                KV is in the block table    to be computed; 1 of them:       guesses, computed with
+                                            a decode; none: it pauses        them and then verified
     blocks     [0 .... published)           named in the device's prefix index
 
     Invariants:
-        1. 0 <= published * block_size <= num_computed <= num_tokens, and num_computed < num_tokens while alive.
+        1. 0 <= published * block_size <= num_computed <= num_tokens.
         2. `chain` names every full block of `tokens`, computed or not.
         3. `exact` is true if and only if all KV in the table was computed from exact KV.
         4. The table is there exactly while LOADING or RUNNING.
@@ -66,6 +67,7 @@ class Request:
         "_block_size",
         "_chain",
         "_chained",
+        "drafts",
         "exact",
         "hints",
         "id",
@@ -116,6 +118,7 @@ class Request:
         self.num_computed = 0
         self.published = 0
         self.exact = True
+        self.drafts: tuple[int, ...] = ()
 
     @property
     def chain(self) -> Sequence[bytes]:
@@ -136,6 +139,11 @@ class Request:
     def remaining(self) -> int:
         """Tokens whose KV is still to be computed before the next one can be sampled."""
         return len(self.tokens) - self.num_computed
+
+    def inputs(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of what a step computes: the request's own, then its drafts."""
+        own = self.tokens[start:stop]
+        return own + list(self.drafts[: stop - len(self.tokens)]) if stop > len(self.tokens) else own
 
     @property
     def num_output(self) -> int:
@@ -159,16 +167,29 @@ class Request:
         return self.table
 
     def advance(self, stop: int) -> None:
-        """KV of the tokens up to `stop` was computed."""
+        """KV of the tokens up to `stop` was computed. Draft tokens among them do not count: `append` verifies them."""
         self.metrics.computed_tokens += max(0, min(stop, self.prompt_len) - self.num_computed)
-        self.num_computed = stop
+        self.num_computed = min(stop, len(self.tokens))
 
-    def append(self, token: int, now: float) -> None:
-        """One more output token, sampled at `now`."""
+    def append(self, tokens: Sequence[int], now: float) -> None:
+        """Further output tokens, sampled at `now`; of all but the last one the KV was computed with the drafts."""
+        if not tokens:
+            return
         metrics = self.metrics
         metrics.first_token = now if metrics.first_token is None else metrics.first_token
         metrics.latest_token = now
-        metrics.output_tokens += 1
+        metrics.output_tokens += len(tokens)
+        for token in tokens:
+            self._append(token)
+        self.num_computed += len(tokens) - 1
+        self.drafts = ()
+
+    def cut(self, num_tokens: int) -> None:
+        """Of an ended request: only the first `num_tokens` tokens are output, those behind the end are not."""
+        self.metrics.output_tokens -= len(self.tokens) - num_tokens
+        del self.tokens[num_tokens:]
+
+    def _append(self, token: int) -> None:
         self.tokens.append(token)
         if len(self.tokens) % self._block_size == 0:
             self._chain.extend(self.tokens[self._chained :])

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from kvtier.engine.models.base import CausalLM
+from kvtier.engine.outputs import Sampled
 from kvtier.engine.plan import StepPlan
 from kvtier.engine.sampler import Draw, sample
 from kvtier.gpu.attention import PagedAttention
@@ -56,17 +57,15 @@ class Runner:
         if self._worker is not None:
             self._worker.begin(replace(first, loads=transfers.loads))
 
-    def compute(self, plan: StepPlan) -> list[int]:
-        """The step; returns one token for each of `plan.samples`."""
+    def compute(self, plan: StepPlan) -> list[Sampled]:
+        """The step; returns what was sampled for each of `plan.samples`."""
         spans = plan.step.spans
         if not spans:
             return []
         with torch.inference_mode():
             lengths = np.fromiter((span.stop - span.start for span in spans), np.int64, len(spans))
             ends = np.cumsum(lengths)
-            pieces = (
-                request.tokens[span.start : span.stop] for request, span in zip(plan.requests, spans, strict=True)
-            )
+            pieces = (request.inputs(span.start, span.stop) for request, span in zip(plan.requests, spans, strict=True))
             tokens = np.fromiter(chain.from_iterable(pieces), np.int64, ends[-1])
             positions = np.fromiter(
                 chain.from_iterable(range(span.start, span.stop) for span in spans), np.int64, ends[-1]
@@ -80,7 +79,7 @@ class Runner:
                 Draw(request.params, request.seed, request.num_output)
                 for request in (plan.requests[at] for at in plan.samples)
             ]
-            return sample(logits, draws) if draws else []
+            return [Sampled((token,)) for token in sample(logits, draws)] if draws else []
 
     def end(self, transfers: TransferPlan) -> TransferResults:
         """After the step."""

@@ -16,6 +16,7 @@ from itertools import count
 from operator import attrgetter
 from typing import NamedTuple
 
+from kvtier.engine.outputs import Sampled
 from kvtier.engine.plan import Draft, StepPlan
 from kvtier.engine.request import Request, State
 from kvtier.errors import RequestError
@@ -179,6 +180,32 @@ class Scheduler:
         else:
             table.release()
 
+    def fork(self, parent: Request, child: Request) -> None:
+        """Add a request that shares the KV of a live one, copy-on-write, as far as their tokens are the same.
+
+        The child runs from now on, beyond `max_running` if need be; where the parent holds no blocks, it waits like any
+        other request.
+
+        Args:
+            parent: waiting, loading or running.
+            child: new; its tokens start with those of `parent` whose KV it is to share.
+
+        Raises:
+            RequestError: a live request has the child's id.
+        """
+        self.add(child)
+        child.order = parent.order
+        if parent.state is not State.RUNNING:
+            self._waiting.sort(key=_by_arrival)
+            return
+        self._waiting.remove(child)
+        table, shared = parent.blocks.fork(), min(parent.num_computed, child.num_tokens - 1)
+        table.truncate(shared)
+        child.start_running(table, shared, exact=parent.exact)
+        insort(self._running, child, key=_by_arrival)
+        if self._hook is not None:
+            self._hook.allocated(child, table.ids, 0)
+
     # ---- one step
 
     def schedule(self) -> StepPlan:
@@ -233,7 +260,7 @@ class Scheduler:
     def _plan_request(self, request: Request, draft: Draft) -> None:
         table, start = request.blocks, request.num_computed
         reachable = table.capacity_tokens + self._pool.free_blocks * self._pool.block_size
-        stop = min(request.num_tokens, start + draft.budget, max(reachable, start + 1))
+        stop = min(request.num_tokens + len(request.drafts), start + draft.budget, max(reachable, start + 1))
         if self._make_room(request, stop, draft):
             draft.compute(request, stop, table.extend(stop, start))
 
@@ -340,12 +367,12 @@ class Scheduler:
 
     # ---- after the step
 
-    def update(self, plan: StepPlan, tokens: Sequence[int], results: TransferResults) -> None:
+    def update(self, plan: StepPlan, sampled: Sequence[Sampled], results: TransferResults) -> None:
         """The step was run.
 
         Args:
             plan: of the last `schedule`.
-            tokens: one sampled token for each of `plan.samples`.
+            sampled: one for each of `plan.samples`.
             results: what the worker hook reported at its end.
         """
         self._results = results
@@ -354,10 +381,13 @@ class Scheduler:
         for request, span in zip(plan.requests, plan.step.spans, strict=True):
             request.advance(span.stop)
             self.counters.computed += span.stop - span.start
+        for at, result in zip(plan.samples, sampled, strict=True):
+            plan.requests[at].append(result.tokens, now)
+        for request in plan.requests:
+            # Blocks that held nothing but drafts that were wrong.
+            request.blocks.truncate(request.num_computed)
             self._publish(request)
         self._count_slots()
-        for at, token in zip(plan.samples, tokens, strict=True):
-            plan.requests[at].append(token, now)
 
     def fail(self, plan: StepPlan, results: TransferResults) -> None:
         """The step could not be run: its requests end, all others go on with the next step."""

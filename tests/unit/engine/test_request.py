@@ -65,7 +65,7 @@ def test_only_the_documented_transitions(state: State, following: State) -> None
 def test_chain_names_prompt_and_output_whatever_the_split() -> None:
     request = make(prompt=6)
     for token in range(6, 13):
-        request.append(token, 0.0)
+        request.append([token], 0.0)
     expected, parent = [], b""
     for block in range(3):
         tokens = np.arange(SIZE * block, SIZE * (block + 1), dtype="<u4").tobytes()
