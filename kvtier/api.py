@@ -18,7 +18,7 @@ import torch
 from kvtier_engine import Connection, connect
 
 from kvtier.config import Config, load_config
-from kvtier.engine import AsyncEngine, Engine, EngineOptions, RequestOutput, SamplingParams
+from kvtier.engine import AsyncEngine, Engine, EngineOptions, EngineStats, RequestOutput, SamplingParams
 from kvtier.engine.core import pool_size
 from kvtier.engine.models import LoadedModel, load_model
 from kvtier.engine.models.catalog import cache_dir, fetch_default_model
@@ -88,6 +88,12 @@ class _Stack:
             return chosen
         return replace(chosen, accept_lossy=True)
 
+    def loaded_bytes(self) -> dict[str, int]:
+        if self.store is None:
+            return {}
+        metrics = self.store.metrics
+        return {tier.name: int(metrics.value("loaded_bytes_total", tier=tier.name)) for tier in self.store.tiers}
+
     def settle(self) -> None:
         """Let the saves under way reach the store; a hung tier is not waited for."""
         deadline = time.monotonic() + _SETTLE_SECONDS
@@ -138,6 +144,11 @@ def _hints(hints: RequestHints | Sequence[RequestHints | None] | None, prompts: 
     if len(hints) != prompts:
         raise RequestError(f"{len(hints)} hints for {prompts} prompts: give one for all, or one for each")
     return hints
+
+
+def _joined(outputs: Mapping[int, RequestOutput]) -> RequestOutput:
+    first, *others = (outputs[index] for index in sorted(outputs))
+    return replace(first, others=tuple(others))
 
 
 class LLM:
@@ -241,33 +252,29 @@ class LLM:
         try:
             for request_id, tokens, known in zip(ids, prompts, hints, strict=True):
                 self._engine.add(request_id, tokens, chosen, known)
-            finished = self._drive(set(ids))
+            finished = self._drive(dict.fromkeys(ids, chosen.n))
         except BaseException:
             for request_id in ids:
                 self._engine.abort(request_id)
             raise
         return [finished[request_id] for request_id in ids]
 
-    def _drive(self, waiting: set[str]) -> dict[str, RequestOutput]:
-        finished: dict[str, RequestOutput] = {}
+    def _drive(self, wanted: Mapping[str, int]) -> dict[str, RequestOutput]:
+        """Step until all is done; of each request, the first of as many sequences as it wants, with the others."""
+        finished: dict[str, dict[int, RequestOutput]] = {request_id: {} for request_id in wanted}
         # Goes on until the last blocks are on their way to the store, too.
         while self._engine.has_work or self._engine.busy:
             for output in self._engine.step():
-                if output.finish_reason is not None:
-                    finished[output.id] = output
-        missing = waiting - finished.keys()
+                if output.finish_reason is not None and output.id in finished:
+                    finished[output.id][output.index] = output
+        missing = [request_id for request_id, count in wanted.items() if len(finished[request_id]) < count]
         if missing:
-            raise RequestError(
-                f"requests {sorted(missing)} ended without an output; this is a defect, please report it"
-            )
-        return finished
+            raise RequestError(f"requests {missing} ended without an output; this is a defect, please report it")
+        return {request_id: _joined(outputs) for request_id, outputs in finished.items()}
 
     def loaded_bytes(self) -> dict[str, int]:
         """Bytes loaded into the device so far, by the tier in which they were found."""
-        if self.store is None:
-            return {}
-        metrics = self.store.metrics
-        return {tier.name: int(metrics.value("loaded_bytes_total", tier=tier.name)) for tier in self.store.tiers}
+        return self._stack.loaded_bytes()
 
     def clear_device_cache(self) -> None:
         """Forget all KV in device memory that no request uses; the tiers below keep theirs."""
@@ -314,6 +321,38 @@ class AsyncLLM:
     ) -> None:
         self._stack = _Stack(store, _overrides(model, tiering, config, engine))
         self._engine = AsyncEngine(self._stack.engine)
+
+    @property
+    def config(self) -> Config:
+        """The settings in force."""
+        return self._stack.config
+
+    @property
+    def store(self) -> TieredStore | None:
+        """The tiers, or None where tiering is off."""
+        return self._stack.store
+
+    @property
+    def model(self) -> LoadedModel:
+        """Weights, configuration and tokenizer."""
+        return self._stack.model
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a prompt and its output may have together."""
+        return self._stack.engine.max_model_len
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters of the engine; from any thread, the gauges may be of a step that is under way."""
+        return self._stack.engine.stats()
+
+    def loaded_bytes(self) -> dict[str, int]:
+        """Bytes loaded into the device so far, by the tier in which they were found."""
+        return self._stack.loaded_bytes()
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, written with the model's own chat template."""
+        return self._stack.encode_chat(messages)
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, hints: RequestHints | None = None

@@ -23,9 +23,14 @@ _DRAIN_SECONDS = 5.0
 
 
 class _Mailbox:
-    """From the engine's thread to one consumer in an event loop."""
+    """From the engine's thread to one consumer in an event loop.
 
-    def __init__(self) -> None:
+    Args:
+        sequences: how many will end.
+    """
+
+    def __init__(self, sequences: int) -> None:
+        self.unfinished = sequences  # as the engine's thread sees it
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[RequestOutput | KVTierError] = asyncio.Queue()
 
@@ -66,18 +71,20 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Complete one prompt: yields an output for each token. Ending the iteration early aborts the request.
 
+        Outputs of several sequences (`SamplingParams.n`) come as they are made; the iteration ends with the last one.
+
         Raises:
             RequestError: see `Engine.add`.
             KVTierError: the engine failed, or is closed.
         """
-        request_id, mailbox = f"async-{next(self._numbers)}", _Mailbox()
+        unfinished = 1 if params is None else params.n
+        request_id, mailbox = f"async-{next(self._numbers)}", _Mailbox(unfinished)
         self._order(partial(self._add, mailbox, request_id, prompt, params, hints))
         try:
-            while True:
+            while unfinished:
                 output = await mailbox.get()
+                unfinished -= output.finish_reason is not None
                 yield output
-                if output.finish_reason is not None:
-                    return
         finally:
             # Of no effect once the request is finished.
             self._order(partial(self._abort, request_id), final=True)
@@ -158,14 +165,18 @@ class AsyncEngine:
             mailbox.put(error)
 
     def _abort(self, request_id: str) -> None:
-        output = self._engine.abort(request_id)
         mailbox = self._mailboxes.pop(request_id, None)
-        if output is not None and mailbox is not None:
-            mailbox.put(output)
+        for output in self._engine.abort(request_id):
+            if mailbox is not None:
+                mailbox.put(output)
 
     def _deliver(self, output: RequestOutput) -> None:
-        received = self._mailboxes[output.id].put(output)
-        if output.finish_reason is not None:
+        mailbox = self._mailboxes.get(output.id)
+        if mailbox is None:
+            return  # its consumer went away with an earlier sequence of the same step
+        received = mailbox.put(output)
+        mailbox.unfinished -= output.finish_reason is not None
+        if not mailbox.unfinished:
             del self._mailboxes[output.id]
         elif not received:
             self._abort(output.id)

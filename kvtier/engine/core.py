@@ -1,8 +1,7 @@
 """Engine: requests in, outputs out, one step at a time, from one thread."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from itertools import count
 from operator import index
 
@@ -15,6 +14,7 @@ from kvtier.engine.request import Request
 from kvtier.engine.runner import Runner
 from kvtier.engine.sampler import derived_seed
 from kvtier.engine.scheduler import Scheduler
+from kvtier.engine.sequences import LiveRequest, LiveSequence, siblings
 from kvtier.engine.text import TextStream
 from kvtier.engine.tokenizer import IncrementalDecoder
 from kvtier.errors import ConfigError, RequestError
@@ -54,8 +54,9 @@ class Engine:
         pool = DevicePool(model.model.layout(self.options.block_size), blocks, model.model.device)
         self._blocks = pool.blocks
         self._scheduler = Scheduler(pool.blocks, self.options.max_running, self.options.token_budget, self._hook)
-        self._runner = Runner(model.model, pool, hooks[1] if hooks else None)
-        self._streams: dict[str, TextStream] = {}
+        self._runner = Runner(model.model, pool, model.tokenizer.eos_ids, hooks[1] if hooks else None)
+        self._live: dict[str, LiveRequest] = {}  # by the ids that users know
+        self._sequences: dict[str, LiveSequence] = {}  # by those that the scheduler knows
         self._numbers = count()
 
     # ---- requests
@@ -63,7 +64,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished."""
-        return bool(self._streams)
+        return bool(self._live)
 
     @property
     def busy(self) -> bool:
@@ -94,11 +95,15 @@ class Engine:
         if hints is not None and not isinstance(hints, RequestHints):
             raise RequestError(f"request {request_id!r} has hints {hints!r}: expected RequestHints")
         tokens = self._checked(request_id, prompt)
+        self._check_token_ids(request_id, chosen.logit_bias, "logit_bias")
+        self._check_token_ids(request_id, chosen.stop_token_ids, "stop_token_ids")
         seed = derived_seed(self.options.seed, next(self._numbers)) if chosen.seed is None else chosen.seed
         size, limit = self.options.block_size, self.max_model_len
         request = Request(request_id, tokens, chosen, seed, block_size=size, limit=limit, hints=hints)
         self._scheduler.add(request)
-        self._streams[request_id] = TextStream(IncrementalDecoder(self._tokenizer), chosen.stop)
+        live = self._live[request_id] = LiveRequest(request_id)
+        self._begin(live, self._sequence(request, live))
+        live.unforked = [self._sequence(other, live, at) for at, other in enumerate(siblings(request), 1)]
 
     def _checked(self, request_id: str, prompt: Sequence[int]) -> list[int]:
         if not isinstance(prompt, Sequence):
@@ -114,19 +119,44 @@ class Engine:
             tokens = [index(token) for token in prompt]
         except TypeError as error:
             raise RequestError(f"request {request_id!r}: expected a prompt of integers: {error}") from error
-        for token in (min(tokens), max(tokens)):
-            if not 0 <= token < self._vocab:
-                raise RequestError(f"request {request_id!r} has token id {token}: expected 0..{self._vocab - 1}")
+        self._check_token_ids(request_id, (min(tokens), max(tokens)), "a prompt")
         return tokens
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request in whatever state; returns what it had so far, None for unknown ids."""
-        request = self._scheduler.end(request_id, "abort")
-        if request is None:
-            return None
-        stream = self._streams.pop(request_id)
-        stream.close()
-        return _output(request, stream, "abort")
+    def _check_token_ids(self, request_id: str, tokens: Iterable[int], place: str) -> None:
+        for token in tokens:
+            if not 0 <= token < self._vocab:
+                raise RequestError(
+                    f"request {request_id!r} has {place} with token id {token}: expected 0..{self._vocab - 1}"
+                )
+
+    def _sequence(self, request: Request, owner: LiveRequest, index: int = 0) -> LiveSequence:
+        stream = TextStream(IncrementalDecoder(self._tokenizer), request.params.stop)
+        return LiveSequence(request, stream, owner, index)
+
+    def _begin(self, live: LiveRequest, sequence: LiveSequence) -> None:
+        live.live[sequence.request.id] = self._sequences[sequence.request.id] = sequence
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request in whatever state; returns what its unfinished sequences had, nothing for unknown ids."""
+        live = self._live.get(request_id)
+        if live is None:
+            return []
+        ended, live.unforked = [*live.live.values(), *live.unforked], []
+        return [self._end(sequence, "abort") for sequence in ended]
+
+    def _end(self, sequence: LiveSequence, reason: FinishReason) -> RequestOutput:
+        """A sequence is through; so is its request, if it was the last one."""
+        sequence.stream.close()
+        self._scheduler.end(sequence.request.id, reason)
+        self._forget(sequence)
+        return sequence.output(reason)
+
+    def _forget(self, sequence: LiveSequence) -> None:
+        owner = sequence.owner
+        self._sequences.pop(sequence.request.id, None)
+        owner.live.pop(sequence.request.id, None)
+        if not (owner.live or owner.unforked):
+            self._live.pop(owner.id, None)
 
     def clear_device_cache(self) -> int:
         """Forget all KV in device memory that no request uses; returns how many blocks that were."""
@@ -153,11 +183,24 @@ class Engine:
         self._scheduler.update(plan, sampled, results)
         if not plan.requests:
             time.sleep(_IDLE_SECONDS)
+        for at in plan.samples:
+            self._fork(self._sequences[plan.requests[at].id].owner)
         return [self._advance(plan.requests[at], result) for at, result in zip(plan.samples, sampled, strict=True)]
+
+    def _fork(self, live: LiveRequest) -> None:
+        """The prompt's KV is there: the sequences that wait for it share it from now on."""
+        if live.unforked:
+            (first,) = live.live.values()
+            for sequence in live.unforked:
+                self._scheduler.fork(first.request, sequence.request)
+                self._begin(live, sequence)
+            live.unforked = []
 
     def _fail(self, plan: StepPlan) -> None:
         for request in plan.requests:
-            del self._streams[request.id]
+            failed = self._sequences[request.id]
+            failed.owner.unforked = []
+            self._forget(failed)
         results = TransferResults(failed=dict.fromkeys(plan.transfers.saves, 0))
         try:
             results = self._runner.cancel(plan.transfers)
@@ -172,18 +215,15 @@ class Engine:
             self._hook.observe_prefill(plan.num_tokens, seconds, attended)
 
     def _advance(self, request: Request, sampled: Sampled) -> RequestOutput:
-        stream = self._streams[request.id]
+        sequence = self._sequences[request.id]
+        sequence.logprobs += sampled.logprobs
         first = request.num_tokens - len(sampled.tokens)
-        reason: FinishReason | None = None
         for length, token in enumerate(sampled.tokens, first + 1):
-            reason = self._finish_reason(request, stream, token, length)
+            reason = self._finish_reason(request, sequence.stream, token, length)
             if reason is not None:
                 request.cut(length)
-                stream.close()
-                self._scheduler.end(request.id, reason)
-                del self._streams[request.id]
-                break
-        return _output(request, stream, reason)
+                return self._end(sequence, reason)
+        return sequence.output(None)
 
     def _finish_reason(self, request: Request, stream: TextStream, token: int, length: int) -> FinishReason | None:
         params = request.params
@@ -231,16 +271,3 @@ def pool_size(model: LoadedModel, options: EngineOptions) -> tuple[int, int]:
             f"device pool {blocks * options.block_size}; choose at most {most}, or give the pool more memory"
         )
     return blocks, options.max_model_len or most
-
-
-def _output(request: Request, stream: TextStream, reason: FinishReason | None) -> RequestOutput:
-    delta = stream.take()
-    return RequestOutput(
-        id=request.id,
-        prompt_tokens=request.prompt_len,
-        token_ids=tuple(request.tokens[request.prompt_len :]),
-        text=stream.taken,
-        delta=delta,
-        finish_reason=reason,
-        metrics=replace(request.metrics),
-    )

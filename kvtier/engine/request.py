@@ -9,7 +9,8 @@ WAITING -> LOADING -> RUNNING -> FINISHED
 import enum
 from collections.abc import Mapping, Sequence
 
-from kvtier.engine.outputs import RequestMetrics
+from kvtier.engine.counts import TokenCounts
+from kvtier.engine.outputs import RequestMetrics, TokenLogprobs
 from kvtier.engine.params import SamplingParams
 from kvtier.errors import RequestError
 from kvtier.gpu.table import BlockTable
@@ -67,6 +68,8 @@ class Request:
         "_block_size",
         "_chain",
         "_chained",
+        "_extras",
+        "counts",
         "drafts",
         "exact",
         "hints",
@@ -78,6 +81,7 @@ class Request:
         "params",
         "prompt_len",
         "published",
+        "scores",
         "seed",
         "state",
         "table",
@@ -108,11 +112,27 @@ class Request:
         self.state = State.WAITING
         self.table: BlockTable | None = None
         self.metrics = RequestMetrics()
+        self.counts = TokenCounts(self.tokens) if params.penalized else None
+        self.scores: list[TokenLogprobs] = []
         self._block_size = block_size
+        self._extras = extras
         self._chain = Chain(block_size, extras)
         self._chain.extend(self.tokens)
         self._chained = self.prompt_len
         self._forget_progress()
+
+    def sibling(self, request_id: str, params: SamplingParams, seed: int) -> "Request":
+        """Another request with the same prompt, that starts over."""
+        return Request(
+            request_id,
+            self.tokens[: self.prompt_len],
+            params,
+            seed,
+            block_size=self._block_size,
+            limit=self.max_tokens,
+            extras=self._extras,
+            hints=self.hints,
+        )
 
     def _forget_progress(self) -> None:
         self.num_computed = 0
@@ -153,7 +173,12 @@ class Request:
     @property
     def reusable_blocks(self) -> int:
         """Leading blocks that a cache may provide: at least the last token is always computed, for its logits."""
-        return (len(self.tokens) - 1) // self._block_size
+        return 0 if self.to_be_scored else (len(self.tokens) - 1) // self._block_size
+
+    @property
+    def to_be_scored(self) -> bool:
+        """Whether prompt tokens still want their log-probabilities, for which all before them is computed."""
+        return self.params.prompt_logprobs is not None and len(self.scores) < self.prompt_len - 1
 
     @property
     def blocks(self) -> BlockTable:

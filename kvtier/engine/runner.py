@@ -6,10 +6,10 @@ from itertools import chain
 import numpy as np
 import torch
 
+from kvtier.engine.choosing import Chooser, Rows
 from kvtier.engine.models.base import CausalLM
 from kvtier.engine.outputs import Sampled
 from kvtier.engine.plan import StepPlan
-from kvtier.engine.sampler import Draw, sample
 from kvtier.gpu.attention import PagedAttention
 from kvtier.gpu.storage import DevicePool
 from kvtier.hooks import TransferPlan, TransferResults, WorkerHook
@@ -29,12 +29,16 @@ class Runner:
     Args:
         model: the weights.
         pool: the device's KV memory.
+        eos_ids: tokens that end an output.
         worker: moves KV between the pool and other tiers, if anything does.
     """
 
-    def __init__(self, model: CausalLM, pool: DevicePool, worker: WorkerHook | None = None) -> None:
+    def __init__(
+        self, model: CausalLM, pool: DevicePool, eos_ids: frozenset[int], worker: WorkerHook | None = None
+    ) -> None:
         self._model = model
         self._pool = pool
+        self._chooser = Chooser(eos_ids)
         self._attention = PagedAttention(pool, model.config.heads)
         self._worker = worker
         if worker is not None:
@@ -70,16 +74,13 @@ class Runner:
             positions = np.fromiter(
                 chain.from_iterable(range(span.start, span.stop) for span in spans), np.int64, ends[-1]
             )
-            rows = ends[list(plan.samples)] - 1
+            rows = Rows.of(plan)
             self._attention.plan(spans)
+            wanted = np.array(rows.indices(), np.int64)
             logits = self._model.forward(
-                self._tensor(tokens), self._tensor(positions), self._attend, self._tensor(rows)
+                self._tensor(tokens), self._tensor(positions), self._attend, self._tensor(wanted)
             )
-            draws = [
-                Draw(request.params, request.seed, request.num_output)
-                for request in (plan.requests[at] for at in plan.samples)
-            ]
-            return [Sampled((token,)) for token in sample(logits, draws)] if draws else []
+            return self._chooser.choose(rows, logits)
 
     def end(self, transfers: TransferPlan) -> TransferResults:
         """After the step."""

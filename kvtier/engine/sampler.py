@@ -23,7 +23,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Draw(NamedTuple):
-    """One row's sampling: its params, and the coordinates of its randomness."""
+    """One row's sampling: its params, and the coordinates of its randomness. The logits are adjusted already."""
 
     params: SamplingParams
     seed: int
@@ -82,7 +82,7 @@ def _draw_rows(logits: Tensor, best: Tensor, draws: Sequence[Draw]) -> Tensor:
     probabilities = torch.softmax((logits - best[:, None]) / heat[:, None], dim=-1)
     points = torch.from_numpy(uniforms([draw.seed for draw in draws], [draw.position for draw in draws])).to(device)
     tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
-    limited = torch.tensor([bool(draw.params.top_k) or draw.params.top_p < 1 for draw in draws], device=device)
+    limited = torch.tensor([_is_limited(draw.params) for draw in draws], device=device)
     if limited.any():
         params = [draw.params for draw, is_limited in zip(draws, limited.tolist(), strict=True) if is_limited]
         tokens[limited] = _from_likeliest(probabilities[limited], points[limited], params)
@@ -93,11 +93,16 @@ def _draw_rows(logits: Tensor, best: Tensor, draws: Sequence[Draw]) -> Tensor:
     return tokens
 
 
+def _is_limited(params: SamplingParams) -> bool:
+    return bool(params.top_k) or params.top_p < 1 or params.min_p > 0
+
+
 def _from_likeliest(probabilities: Tensor, points: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Tokens int64 [R] of rows with a `top_k` or a `top_p`; `probabilities` float32 [R, vocab], points float64 [R]."""
+    """Tokens int64 [R] of rows with a limit; `probabilities` float32 [R, vocab], points float64 [R]."""
     device, vocab = probabilities.device, probabilities.shape[-1]
     ranks = torch.tensor([min(one.top_k or vocab, vocab) for one in params], device=device)
     shares = torch.tensor([one.top_p for one in params], dtype=torch.float64, device=device)
+    floors = torch.tensor([one.min_p for one in params], dtype=torch.float64, device=device)
     width = min(vocab, max([_HEAD, *(one.top_k for one in params)]))
     while True:
         likeliest, ids = probabilities.topk(width, dim=-1)
@@ -107,10 +112,12 @@ def _from_likeliest(probabilities: Tensor, points: Tensor, params: Sequence[Samp
         reachable = mass.gather(1, within[:, None]).squeeze(1)
         # top_p is a share of what top_k leaves over.
         goal = shares * torch.where(ranks < vocab, reachable, 1.0)
-        if width == vocab or bool(((ranks <= width) | (reachable >= goal)).all()):
+        beneath = weights[:, -1] < floors * weights[:, 0]
+        if width == vocab or bool(((ranks <= width) | (reachable >= goal) | beneath).all()):
             break
         width = min(vocab, 8 * width)
     kept = ((mass - weights) < goal[:, None]) & (torch.arange(width, device=device) < ranks[:, None])
+    kept &= weights >= (floors * weights[:, 0])[:, None]
     total = mass.gather(1, kept.sum(dim=-1, keepdim=True) - 1).squeeze(1)
     return ids.gather(1, _invert(mass, total, points)[:, None]).squeeze(1)
 

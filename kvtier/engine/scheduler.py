@@ -194,7 +194,7 @@ class Scheduler:
             RequestError: a live request has the child's id.
         """
         self.add(child)
-        child.order = parent.order
+        child.order, child.metrics.arrival = parent.order, parent.metrics.arrival
         if parent.state is not State.RUNNING:
             self._waiting.sort(key=_by_arrival)
             return

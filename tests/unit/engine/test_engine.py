@@ -146,11 +146,10 @@ def test_abort_returns_what_there_is(loaded: LoadedModel) -> None:
     engine = engine_of(loaded)
     engine.add("r", PROMPTS[2], GREEDY)
     seen = [output.delta for _ in range(3) for output in engine.step()]
-    output = engine.abort("r")
-    assert output is not None
+    (output,) = engine.abort("r")
     assert (output.finish_reason, len(output.token_ids)) == ("abort", 3)
     assert "".join(seen) + output.delta == output.text
-    assert engine.abort("r") is None
+    assert engine.abort("r") == []
     assert not engine.has_work
     assert engine.stats().free_blocks == 64
 
@@ -254,7 +253,7 @@ def test_blocks_are_copied_behind_fences_and_before_loads(loaded: LoadedModel) -
                 rows[1] = 9  # the block was given up, and a load has it now
 
     worker = Worker()
-    runner = Runner(loaded.model, pool, worker)
+    runner = Runner(loaded.model, pool, frozenset(), worker)
     transfers = TransferPlan(loads={5: ()}, fences=frozenset({3}))
     runner.begin(StepPlan(Step(0, (), frozenset()), (), (), (BlockCopy(1, 2),), transfers))
     assert rows[2].eq(7).all()
@@ -292,7 +291,7 @@ def test_a_failed_step_saves_nothing_and_the_engine_goes_on(
     failing.fails = False
     assert not any(plan.saves for plan in recorder.begun)
     assert recorder.finishes == [("fails", "error")]
-    assert engine.abort("fails") is None
+    assert engine.abort("fails") == []
     output = finish(engine)["waits"]
     assert recorder.results[1].failed == {0: 0}
     assert list(output.token_ids) == dense(loaded, PROMPTS[3], 12)
