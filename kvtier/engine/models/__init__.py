@@ -1,8 +1,8 @@
 """Model files, architectures and the default model.
 
-catalog -> convert -> gguf_file                  the default model, fetched and converted once
-registry -> llama -> linear, rope, base          architecture name -> model
-registry -> weights -> gguf_file -> config       checkpoint -> named tensors, config, fingerprint
+catalog -> convert -> gguf_file                           the default model, fetched and converted once
+registry -> decoder, deepseek -> layers, linear, rope …    architecture name -> model
+registry -> weights -> gguf_file, families -> config      checkpoint -> named tensors, config, fingerprint
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
 """What a model is to its runner: the CausalLM protocol, the attention callback and its dense reference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,20 +12,25 @@ from kvtier.layout import Layout
 
 __all__ = ["Attention", "CausalLM", "DenseAttention"]
 
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""attention(layer, q [T, heads, head_dim], k [T, kv_heads, head_dim], v like k) -> [T, heads, head_dim].
+Attention = Callable[..., Tensor]
+"""attention(layer, q [T, heads, head_dim], k [T, kv_heads, head_dim], v like k) -> [T, heads, head_dim], and in models
+with MLA attention(layer, q [T, heads, latent + rope], row [T, latent + rope]) -> [T, heads, latent], q absorbed.
 
-Called once per layer, in order, after RoPE: writes K and V where they belong and attends. The arguments
-may be views into one buffer (strided over T); head_dim is contiguous.
+Called once per layer, in order, after RoPE: writes K and V, or the row, where they belong and attends. The arguments
+may be views into one buffer (strided over T); the last axis is contiguous.
 """
 
 
 class CausalLM(Protocol):
     """A decoder over a flat ragged batch; owns weights, no KV."""
 
-    config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shapes and numerics."""
+        ...
 
     @property
     def numerics(self) -> str:
@@ -52,10 +57,23 @@ class CausalLM(Protocol):
 
 
 class DenseAttention:
-    """Causal attention over one whole sequence that starts at position 0: the reference for paged ones."""
+    """Causal attention over one whole sequence that starts at position 0: the reference for paged ones.
+
+    Args:
+        windows: per layer, how many tokens up to its own one a token attends to, None for all; empty: all.
+    """
+
+    def __init__(self, windows: Sequence[int | None] = ()) -> None:
+        self._windows = tuple(windows)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Implements `Attention` for T tokens of one sequence, without a cache."""
+        window = self._windows[layer] if self._windows else None
         query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
-        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        visible = None
+        if window is not None:
+            visible = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        out = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, is_causal=visible is None, enable_gqa=True
+        )
         return out.squeeze(0).transpose(0, 1)

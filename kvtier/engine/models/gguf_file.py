@@ -37,6 +37,7 @@ _LAYER_NAMES = {
 _ROPE_FACTORS = "rope_freqs.weight"
 # general.file_type of unquantised files; everything else was bfloat16 before it was quantised, mostly.
 _DTYPES = {0: "float32", 1: "float16"}
+_OTHERWISE = "load other models from their HF directory"
 
 
 class GGUFWeights(Weights):
@@ -93,7 +94,10 @@ def config_from_gguf(metadata: dict[str, Any], origin: str, scaling: RopeFactors
     """
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
-        raise ModelError(f"{origin}: GGUF architecture {architecture!r}: supported is llama")
+        raise ModelError(f"{origin}: GGUF architecture {architecture!r}: supported is llama; {_OTHERWISE}")
+    for name in ("llama.expert_count", "llama.attention.sliding_window"):
+        if metadata.get(name):
+            raise ModelError(f"{origin}: {name} = {metadata[name]}: supported are files without it; {_OTHERWISE}")
     rope_type = metadata.get("llama.rope.scaling.type", "none")
     if rope_type != "none":
         raise ModelError(f"{origin}: RoPE scaling {rope_type!r}: supported are none and factors in {_ROPE_FACTORS}")

@@ -3,21 +3,33 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from kvtier.engine.models.base import CausalLM
 from kvtier.engine.models.config import ModelConfig
-from kvtier.engine.models.linear import packing_works
-from kvtier.engine.models.llama import LlamaModel
+from kvtier.engine.models.decoder import Decoder
+from kvtier.engine.models.deepseek import DeepseekModel
+from kvtier.engine.models.linear import WeightFormat, packing_works
 from kvtier.engine.models.weights import Weights, load_weights
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ModelError
 
 __all__ = ["MODELS", "LoadedModel", "load_model", "preferred_dtype"]
 
-MODELS: dict[str, Callable[[Weights, torch.dtype, torch.device], CausalLM]] = {"LlamaForCausalLM": LlamaModel}
-"""One entry per name in `config.SUPPORTED_ARCHITECTURES`."""
+MODELS: dict[str, Callable[[Weights, torch.dtype, torch.device, WeightFormat], CausalLM]] = {
+    "LlamaForCausalLM": Decoder,
+    "MistralForCausalLM": Decoder,
+    "Qwen2ForCausalLM": Decoder,
+    "Qwen3ForCausalLM": Decoder,
+    "MixtralForCausalLM": Decoder,
+    "Qwen2MoeForCausalLM": Decoder,
+    "Qwen3MoeForCausalLM": Decoder,
+    "DeepseekV2ForCausalLM": DeepseekModel,
+    "DeepseekV3ForCausalLM": DeepseekModel,
+}
+"""One entry per name in `families.SUPPORTED_ARCHITECTURES`."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,22 +57,33 @@ def preferred_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     return own if device.type != "cpu" or packing_works(own) else torch.float32
 
 
-def load_model(source: Path | str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> LoadedModel:
+def load_model(
+    source: Path | str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    weights: WeightFormat = "auto",
+) -> LoadedModel:
     """Load a HF model directory or a GGUF file.
 
     Args:
         source: the directory or file.
         dtype: of weights, activations and KV; None is `preferred_dtype`.
         device: where to run.
+        weights: how matrices are kept: `auto`, in `dtype`; `int8`, rounded to 8 bits with a scale per output
+            channel. Another format is another model: it never reuses the other one's KV.
 
     Raises:
-        ModelError: the files are missing, damaged or of an unsupported model; `dtype` is not a floating type.
+        ModelError: the files are missing, damaged or of an unsupported model; `dtype` is not a floating type;
+            `weights` is unknown.
     """
     if dtype is not None and dtype not in _DTYPES:
         raise ModelError(f"dtype {dtype}: expected one of {', '.join(str(known) for known in _DTYPES)}")
+    if weights not in get_args(WeightFormat):
+        raise ModelError(f"weights {weights!r}: expected one of {', '.join(get_args(WeightFormat))}")
     target = torch.device(device)
-    weights = load_weights(Path(source))
-    chosen = dtype or preferred_dtype(weights.config, target)
-    tokenizer = weights.tokenizer()
-    model = MODELS[weights.config.architecture](weights, chosen, target)
-    return LoadedModel(model, weights.config, tokenizer, weights.fingerprint)
+    checkpoint = load_weights(Path(source))
+    chosen = dtype or preferred_dtype(checkpoint.config, target)
+    tokenizer = checkpoint.tokenizer()
+    model = MODELS[checkpoint.config.architecture](checkpoint, chosen, target, weights)
+    name = checkpoint.fingerprint if weights == "auto" else f"{checkpoint.fingerprint}-{weights}"
+    return LoadedModel(model, checkpoint.config, tokenizer, name)

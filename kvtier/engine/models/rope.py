@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvtier.engine.models.config import Llama3Scaling, ModelConfig, RopeFactors
+from kvtier.engine.models.yarn import YarnScaling
 
 __all__ = ["Rotation", "inverse_frequencies", "rotation"]
 
@@ -14,14 +15,16 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """float32 [head_dim / 2] radians per position, scaled as the config asks."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    """float32 [rope_dim / 2] radians per position, scaled as the config asks."""
+    exponent = torch.arange(0, config.rope_dim, 2, dtype=torch.float32) / config.rope_dim
     plain = 1.0 / (config.rope_theta**exponent)
     match config.rope_scaling:
         case None:
             return plain
         case RopeFactors(factors):
             return plain / torch.tensor(factors, dtype=torch.float32)
+        case YarnScaling() as scaling:
+            return plain / torch.tensor(scaling.divisors(config.rope_dim, config.rope_theta), dtype=torch.float32)
         case Llama3Scaling() as scaling:
             return _llama3(plain, scaling)
 
@@ -35,14 +38,15 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     return (1 - blend) * plain / scaling.factor + blend * plain
 
 
-def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Rotation:
+def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Rotation:
     """Cosines and signed sines of every token's angles.
 
     Args:
         positions: int64 [T].
         frequencies: float32 [head_dim / 2], on the same device.
         dtype: of the result; angles are computed in float32.
+        scale: of both (YaRN).
     """
     angles = positions[:, None, None].float() * frequencies
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos() * scale, angles.sin() * scale
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)

@@ -11,7 +11,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvtier.engine.models.config import ModelConfig, config_from_hf, read_json
+from kvtier.engine.models.config import ModelConfig, read_json
+from kvtier.engine.models.families import config_from_hf
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ModelError
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from kvtier.engine.models.base import DenseAttention
 from kvtier.engine.models.convert import convert_gguf
-from kvtier.engine.models.llama import LlamaModel
+from kvtier.engine.models.decoder import Decoder
 from kvtier.engine.models.weights import load_weights
 from kvtier.errors import ModelError
 
@@ -23,7 +23,7 @@ IDS = torch.randint(0, 320, (120,), generator=torch.Generator().manual_seed(1))
 
 
 def logits(source: Path) -> torch.Tensor:
-    model = LlamaModel(load_weights(source), torch.float32, torch.device("cpu"))
+    model = Decoder(load_weights(source), torch.float32, torch.device("cpu"))
     positions = torch.arange(len(IDS))
     return model.forward(IDS, positions, DenseAttention(), positions)
 
@@ -107,6 +107,8 @@ def test_foreign_file(tmp_path: Path) -> None:
     [
         (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN), "RoPE scaling 'yarn'"),
         (lambda writer: writer.add_rope_dimension_count(4), "RoPE over a part of the 8 elements"),
+        (lambda writer: writer.add_expert_count(8), "llama.expert_count = 8: .* load other models from their HF"),
+        (lambda writer: writer.add_sliding_window(64), "llama.attention.sliding_window = 64: supported are files wi"),
     ],
 )
 def test_unsupported_models(tmp_path: Path, edit: Callable[[gguf.GGUFWriter], None], message: str) -> None:

@@ -1,4 +1,4 @@
-"""LlamaModel against transformers on random weights, over every way to lay out the files."""
+"""Decoder against transformers on random weights, over every way to lay out the files."""
 
 from pathlib import Path
 from typing import Any
@@ -9,19 +9,17 @@ from llama_reference import LLAMA3_ROPE, reference_logits, saved_llama
 
 from kvtier.engine.models import linear as linear_module
 from kvtier.engine.models.base import DenseAttention
-from kvtier.engine.models.config import SUPPORTED_ARCHITECTURES
-from kvtier.engine.models.llama import LlamaModel
-from kvtier.engine.models.registry import MODELS
+from kvtier.engine.models.decoder import Decoder
 from kvtier.engine.models.weights import load_weights
 
 CPU = torch.device("cpu")
 
 
-def build(source: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
-    return LlamaModel(load_weights(source), dtype, CPU)
+def build(source: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return Decoder(load_weights(source), dtype, CPU)
 
 
-def dense(model: LlamaModel, ids: torch.Tensor) -> torch.Tensor:
+def dense(model: Decoder, ids: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(len(ids))
     return model.forward(ids, positions, DenseAttention(), positions)
 
@@ -141,7 +139,3 @@ def test_layout_and_numerics_follow_config_and_dtype(tmp_path: Path) -> None:
     scaled = full.numerics
     saved_llama(tmp_path / "hf")
     assert len({scaled, half.numerics, build(tmp_path / "hf").numerics}) == 3
-
-
-def test_every_supported_architecture_has_a_model() -> None:
-    assert set(MODELS) == set(SUPPORTED_ARCHITECTURES)

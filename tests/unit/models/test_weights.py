@@ -75,13 +75,12 @@ def test_config_that_is_no_json(hf: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM: supported are LlamaForCausalLM"),
+        ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM: supported are LlamaForCausalLM, Mistral"),
         ({"architectures": None}, r"\(none\): supported are"),
-        ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "gelu.*supported is silu"),
         ({"quantization_config": {"bits": 4}}, "quantised weights"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "yarn.*supported are default and llama3"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "longrope'.*supported are default, llama3"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "factor = None, expected a number"),
         ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_size": "wide"}, "hidden_size = 'wide', expected a number"),
