@@ -4,8 +4,10 @@ The scheduler half decides and never touches bytes; the worker half moves bytes 
 They speak by the messages below only, so they may live in two processes. One engine step:
 
     scheduler                                   worker
-    match(request, device_tokens)
+    swap_out(request, block_ids, tokens)        of requests that lose their blocks
+    match(request, device_tokens)               of those that are to get some
     allocated(request, block_ids, tokens)
+    prefetch(request)                           of those that must wait
     plan(step) --- TransferPlan ------------->  begin(plan)
                                                 wait_layer(i), forward, for every layer
     completed(results) <--- TransferResults ---  end()
@@ -68,7 +70,10 @@ class RequestView(Protocol):
 
 
 class Match(NamedTuple):
-    """`tokens` beyond `device_tokens` can be loaded; every block of them is leased for this request."""
+    """`tokens` beyond `device_tokens` can be loaded; every block of them is leased for this request.
+
+    They are whole blocks, but for a request that was swapped out: the last one may be as full as it was then.
+    """
 
     tokens: int
     exact: bool = True
@@ -129,14 +134,18 @@ class TransferPlan:
     loads, saves: job id -> copies, block by block, with all parts of each block; a worker makes those of its shard.
         Loads start before the step's forward, saves after it.
     fences: save jobs that must have left the device before this step's forward may write.
-    evacuations: job id -> copies, as of saves, of blocks that this step writes over: what they held before. They start
-        first, and have left the device before anything else (a copied block, a load, the forward) may write.
+    evacuations: job id -> copies, as of saves, of blocks that this step or a later one writes over: what they held
+        before. They start first, and have left the device before anything else (a copied block, a load, the forward)
+        may write.
+    overlapped: load jobs whose blocks this very step reads: each layer's bytes are waited for by `wait_layer`, and the
+        job is reported by this step's `end`. If it failed, what the step computed from them is void.
     """
 
     loads: dict[int, tuple[Load, ...]] = field(default_factory=dict)
     saves: dict[int, tuple[Save, ...]] = field(default_factory=dict)
     fences: frozenset[int] = frozenset()
     evacuations: dict[int, tuple[Save, ...]] = field(default_factory=dict)
+    overlapped: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +171,13 @@ class Completed:
         failed part-way reports what is good; the engine recomputes from there.
     failed: ids among `loaded` that got less than they were promised.
     released: request id of finished requests whose device blocks the connector no longer holds.
+    swapped: ids of swapped out requests of which all that could be kept has arrived.
     """
 
     loaded: dict[str, tuple[int, bool]] = field(default_factory=dict)
     failed: frozenset[str] = frozenset()
     released: tuple[str, ...] = ()
+    swapped: tuple[str, ...] = ()
 
 
 class SchedulerHook(Protocol):
@@ -176,6 +187,7 @@ class SchedulerHook(Protocol):
         1. Whatever `match` offers is leased for that request until it was loaded, given up or finished.
         2. Unknown request ids are tolerated everywhere.
         3. A failing store shows as fewer tokens, never as an exception or as wrong bytes.
+        4. What only a swapped out request may use is found by nobody else, and goes with the request.
     """
 
     def match(self, request: RequestView, device_tokens: int) -> Match | Pending:
@@ -184,6 +196,31 @@ class SchedulerHook(Protocol):
 
     def allocated(self, request: RequestView, block_ids: Sequence[int], external_tokens: int) -> None:
         """The request got device blocks and takes `external_tokens` of the last match (0: gives it up)."""
+        ...
+
+    def swap_out(
+        self, request: RequestView, block_ids: Sequence[int], num_tokens: int, *, exact: bool, forced: bool
+    ) -> bool:
+        """A running request is to lose its blocks and to go on later: keep what they hold of its first tokens.
+
+        Full blocks that anyone may use are kept as always, all else privately. The blocks are the engine's again at
+        once: what was not saved before leaves by the evacuations of the next `plan`, which must come with this step.
+
+        Args:
+            request: its blocks change no more.
+            block_ids: the block table; of a block that this step was to copy into, the one that it was to copy from.
+            num_tokens: tokens whose KV the blocks hold.
+            exact: see `StepSpan`.
+            forced: also where computing it again is expected to be cheaper.
+
+        Returns:
+            True: `Completed.swapped` will name the request; from then on `match` offers what was kept, until the
+            request is `allocated` blocks or `finished`. False: nothing was kept, it starts over.
+        """
+        ...
+
+    def prefetch(self, request: RequestView) -> None:
+        """The request waits for blocks: bring its KV closer meanwhile, as far as that delays nobody. Repeatable."""
         ...
 
     def plan(self, step: Step) -> TransferPlan:
@@ -229,9 +266,15 @@ class WorkerHook(Protocol):
         ...
 
     def wait_layer(self, layer: int) -> None:
-        """Return when the bytes that this step's attention of `layer` reads have arrived."""
+        """What the calling thread launches from now on finds the bytes that this step's attention of `layer` reads.
+
+        layer: of the model, counted from 0. To be called in every layer, in order, before the attention.
+        """
         ...
 
     def end(self) -> TransferResults:
-        """After the forward: start the plan's saves, report the jobs that ended since the last call."""
+        """After the forward: start the plan's saves, report the jobs that ended since the last call.
+
+        Among them all overlapped loads of the step, which it waits for.
+        """
         ...

@@ -2,7 +2,7 @@
 
 pool -> table                         who holds which block, under which name: pure bookkeeping, no torch
 storage                               the tensor that the blocks are rows of
-batches -> attention                  plan once per step, run once per layer
+batches, masks -> attention, latent   plan once per step, run once per layer; K and V, or MLA's latents
 copies                                blocks to and from host memory, in the background
 """
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvtier.gpu.copies import CopyEngine as CopyEngine
     from kvtier.gpu.copies import CopyTicket as CopyTicket
     from kvtier.gpu.copies import Direction as Direction
+    from kvtier.gpu.latent import LatentAttention as LatentAttention
     from kvtier.gpu.storage import DevicePool as DevicePool
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "CopyTicket",
     "DevicePool",
     "Direction",
+    "LatentAttention",
     "PagedAttention",
 ]
 
@@ -38,6 +40,7 @@ _LAZY = {
     "CopyTicket": "kvtier.gpu.copies",
     "DevicePool": "kvtier.gpu.storage",
     "Direction": "kvtier.gpu.copies",
+    "LatentAttention": "kvtier.gpu.latent",
     "PagedAttention": "kvtier.gpu.attention",
 }
 

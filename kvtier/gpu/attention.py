@@ -1,164 +1,57 @@
-"""PagedAttention: causal attention over a device pool, through torch's scaled_dot_product_attention.
-
-    plan(spans)                    once per step: index tensors and masks
-    attention(layer, q, k, v)      once per layer: write K and V, gather, attend
-
-After PagedAttention (Kwon et al., arXiv:2309.06180), with flashinfer's plan/run split. KV is gathered into
-contiguous memory and the query heads of a KV head are folded into the query length, where the gathered K and V
-serve them all: on CPU far faster than `enable_gqa` for single tokens in bfloat16.
-"""
+"""Attention over a device pool: the implementation that its device, its layout and this machine call for."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
-from kvtier.errors import FormatMismatch
-from kvtier.gpu.batches import (
-    AttentionSpan,
-    DecodeBatch,
-    Geometry,
-    Prefill,
-    Tuning,
-    make_plan,
-)
+from kvtier.gpu import kernels
+from kvtier.gpu.cpu_attention import CpuAttention
+from kvtier.gpu.latent import LatentAttention
+from kvtier.gpu.paged import PagedAttention
 from kvtier.gpu.storage import DevicePool
 from kvtier.layout import GroupKind
 
-__all__ = ["PagedAttention"]
-
-# Measured: on CPU a batch of decodes whose KV stays in cache between gather and attention; on CUDA launches cost
-# more than padding does.
-_CPU_GATHER_BYTES, _CUDA_GATHER_BYTES = 8 << 20, 256 << 20
-_CPU_QUERY_ROWS, _CUDA_QUERY_ROWS = 64, 512
-_CPU_PADDING_TOKENS, _CUDA_PADDING_TOKENS = 128, 1 << 16
+__all__ = ["AttentionConfig", "CpuAttention", "PagedAttention", "make_attention", "make_paged_attention"]
 
 
-class PagedAttention:
-    """Attention of one model over one pool. Implements `kvtier.engine.models.base.Attention`.
+class AttentionConfig(Protocol):
+    """What attention has to know of a model."""
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        ...
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """Per layer, how many tokens up to its own one a token attends to, None for all; empty: None in every layer."""
+        ...
+
+    @property
+    def softmax_scale(self) -> float:
+        """What scores are multiplied by before their softmax."""
+        ...
+
+
+def make_attention(pool: DevicePool, config: AttentionConfig) -> PagedAttention | LatentAttention:
+    """What attends over a model's pool: to keys and values, or to latents.
 
     Args:
-        pool: its blocks are written in place.
-        num_heads: query heads, a multiple of the pool's KV heads.
+        pool: in the model's layout.
+        config: of the model.
 
     Raises:
-        FormatMismatch: an MLA pool, a dtype without arithmetic, or heads that do not divide.
+        FormatMismatch: the pool has no arithmetic, or is of another model.
     """
+    if pool.device.type == "cuda" and kernels.available():
+        # Triton is optional and takes seconds to import.
+        from kvtier.gpu.triton_attention import make_triton_attention  # noqa: PLC0415
 
-    def __init__(self, pool: DevicePool, num_heads: int) -> None:
-        group = pool.group
-        if group.kind is not GroupKind.GQA or group.dtype not in ("float32", "bfloat16", "float16"):
-            raise FormatMismatch(f"pool of {group.kind} {group.dtype}: attention needs gqa in a float of 16 or 32 bits")
-        if num_heads < 1 or num_heads % group.kv_heads:
-            raise FormatMismatch(f"{num_heads} query heads: expected a multiple of the {group.kv_heads} KV heads")
-        self._pool = pool
-        self._num_heads = num_heads
-        self._queries_per_head = num_heads // group.kv_heads
-        self._geometry = Geometry(
-            pool.blocks.num_blocks, len(group.layers), group.kv_heads, pool.layout.block_size, pool.device
-        )
-        self._tuning = _tuning(pool)
-        # Cutting off the rows before a layer's first one makes layer 0's indices its own.
-        self._block_rows = pool.tensor.view(-1, pool.layout.block_size * group.head_dim)
-        self._token_rows = pool.tensor.view(-1, group.head_dim)
-        self._plan = make_plan((), self._geometry, self._tuning, pool.tensor.dtype)
-        self._causal = pool.tensor.new_empty((0, 0))
-
-    def plan(self, spans: Sequence[AttentionSpan]) -> None:
-        """Prepare a step. The flat batch has the spans' new tokens, one span after the other.
-
-        Raises:
-            CapacityError: a span without new tokens, or whose blocks do not hold them, or are not of the pool.
-        """
-        self._plan = make_plan(spans, self._geometry, self._tuning, self._pool.tensor.dtype)
-        if self._plan.context > self._causal.shape[1]:
-            self._causal = self._causal_mask(self._plan.context)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the new K and V of one layer into the pool, and attend over all tokens up to each new one.
-
-        Args:
-            layer: position of the layer in the pool.
-            q: [T, heads, head_dim], in the pool's dtype and on its device; may be strided over T.
-            k: [T, kv_heads, head_dim], likewise.
-            v: like k.
-
-        Returns:
-            [T, heads, head_dim], contiguous.
-
-        Raises:
-            FormatMismatch: tensors that are not those of the planned step. Nothing was written.
-        """
-        self._check(layer, q, k, v)
-        offset = layer * self._geometry.layer_rows
-        token_rows = self._token_rows[offset * self._geometry.block_size :]
-        token_rows.index_copy_(0, self._plan.slots, torch.cat((k, v)).view(-1, q.shape[-1]))
-        block_rows = self._block_rows[offset:]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for batch in self._plan.decodes:
-            self._decode(batch, block_rows, q, out)
-        for prefill in self._plan.prefills:
-            self._prefill(prefill, block_rows, q, out)
-        return out
-
-    def _decode(self, batch: DecodeBatch, block_rows: Tensor, q: Tensor, out: Tensor) -> None:
-        count, head_dim = len(batch.tokens), q.shape[-1]
-        gathered = block_rows.index_select(0, batch.rows)
-        if batch.padding is not None:
-            # Stale memory may hold NaN, which the mask's -inf would not silence.
-            gathered.view(-1, head_dim).index_fill_(0, batch.padding, 0.0)
-        key, value = gathered.view(2, count, self._geometry.kv_heads, -1, head_dim)[..., : batch.length, :]
-        query = q.index_select(0, batch.tokens).view(count, self._geometry.kv_heads, -1, head_dim)
-        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=batch.mask)
-        out.index_copy_(0, batch.tokens, attended.reshape(count, -1, head_dim))
-
-    def _prefill(self, prefill: Prefill, block_rows: Tensor, q: Tensor, out: Tensor) -> None:
-        kv_heads, queries, head_dim = self._geometry.kv_heads, self._queries_per_head, q.shape[-1]
-        gathered = block_rows.index_select(0, prefill.rows).view(2, 1, kv_heads, -1, head_dim)
-        for first in range(prefill.first, prefill.last, self._tuning.query_rows):
-            last = min(first + self._tuning.query_rows, prefill.last)
-            rows, seen = last - first, prefill.start + last - prefill.first
-            key, value = gathered[..., :seen, :]
-            query = q[first:last].view(rows, kv_heads, queries, head_dim).transpose(0, 1)
-            mask = self._causal[-rows * queries :, self._causal.shape[1] - seen :]
-            attended = functional.scaled_dot_product_attention(
-                query.reshape(1, kv_heads, rows * queries, head_dim), key, value, attn_mask=mask
-            )
-            folded = attended.view(kv_heads, rows, queries, head_dim).transpose(0, 1)
-            out[first:last].view(rows, kv_heads, queries, head_dim).copy_(folded)
-
-    def _causal_mask(self, context: int) -> Tensor:
-        """0 and -inf, [query_rows * queries per head, columns >= context], for every chunk of every prefill.
-
-        rows      r query tokens of a chunk, the last ones      a slice [-r * queries :, -n :] is the mask of a
-        columns   n tokens that its last one sees, the last     chunk of r query tokens, the last of which sees n
-        """
-        # A power of two: seldom rebuilt, and slices of even lengths stay aligned for CUDA kernels.
-        columns = 1 << max(context - 1, 15).bit_length()
-        rows = self._tuning.query_rows
-        hidden = torch.ones(rows, columns, dtype=torch.bool).triu(columns - rows + 1)
-        mask = torch.zeros(rows, columns, dtype=self._pool.tensor.dtype).masked_fill_(hidden, float("-inf"))
-        return mask.repeat_interleave(self._queries_per_head, 0).to(self._pool.device)
-
-    def _check(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        pool, tokens = self._pool, self._plan.num_tokens
-        kv_shape = (tokens, pool.group.kv_heads, pool.group.head_dim)
-        shapes = (q.shape, k.shape, v.shape)
-        if shapes != ((tokens, self._num_heads, pool.group.head_dim), kv_shape, kv_shape):
-            raise FormatMismatch(
-                f"q, k, v of {[list(shape) for shape in shapes]}: the planned step has {tokens} tokens, "
-                f"{self._num_heads} and {pool.group.kv_heads} heads of {pool.group.head_dim}; plan this step's spans"
-            )
-        if any(tensor.dtype != pool.tensor.dtype for tensor in (q, k, v)):
-            raise FormatMismatch(f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}: the pool holds {pool.tensor.dtype}")
-        if not 0 <= layer < self._geometry.layers:
-            raise FormatMismatch(f"layer {layer}: the pool has 0..{self._geometry.layers - 1}")
+        return make_triton_attention(pool, config)
+    if pool.group.kind is GroupKind.MLA:
+        return LatentAttention(pool, config.heads, config.softmax_scale)
+    return make_paged_attention(pool, config.heads, config.windows)
 
 
-def _tuning(pool: DevicePool) -> Tuning:
-    group = pool.group
-    token_bytes = 2 * group.kv_heads * group.head_dim * pool.tensor.itemsize
-    if pool.device.type == "cpu":
-        return Tuning(_CPU_QUERY_ROWS, _CPU_GATHER_BYTES // token_bytes, _CPU_PADDING_TOKENS)
-    return Tuning(_CUDA_QUERY_ROWS, _CUDA_GATHER_BYTES // token_bytes, _CUDA_PADDING_TOKENS)
+def make_paged_attention(pool: DevicePool, num_heads: int, windows: Sequence[int | None] = ()) -> PagedAttention:
+    """The fastest `PagedAttention` for a GQA pool. Raises what its constructor does."""
+    return (CpuAttention if CpuAttention.runs(pool) else PagedAttention)(pool, num_heads, windows)

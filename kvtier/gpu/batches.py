@@ -5,7 +5,8 @@ The pool [num_blocks, layers, 2, kv_heads, block_size, head_dim] is read as rows
     row(block, layer, plane, head) = ((block * layers + layer) * 2 + plane) * kv_heads + head
 
 so that one gather of rows brings K and V of many sequences, contiguous. Indices are those of layer 0; another
-layer's are the same ones counted from `layer * 2 * kv_heads` on.
+layer's are the same ones counted from `layer * 2 * kv_heads` on. A pool of latents [num_blocks, layers, block_size,
+latent + rope] is the same with one plane and one head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,11 +52,12 @@ class Geometry(NamedTuple):
     kv_heads: int
     block_size: int
     device: torch.device
+    planes: int = 2
 
     @property
     def layer_rows(self) -> int:
         """Rows of one block and layer."""
-        return 2 * self.kv_heads
+        return self.planes * self.kv_heads
 
     @property
     def block_rows(self) -> int:
@@ -83,10 +85,10 @@ class DecodeBatch:
 
     Args:
         tokens: int64 [B], their rows in the flat batch.
-        rows: int64 [2 * B * kv_heads * N], the pool rows to gather: plane, sequence, head, block.
+        rows: int64 [planes * B * kv_heads * N], the pool rows to gather: plane, sequence, head, block.
         length: tokens of the longest, the new one included; at most N * block_size.
-        padding: int64, which of the 2 * B * kv_heads * N * block_size gathered token rows before `length` hold no
-            token of their sequence; None if all are of one length.
+        padding: int64, which of the planes * B * kv_heads * N * block_size gathered token rows before `length` hold
+            no token of their sequence; None if all are of one length.
         mask: [B, 1, 1, length], 0 or -inf, to be added to the scores; None if all are of one length.
     """
 
@@ -100,7 +102,7 @@ class DecodeBatch:
 class Prefill(NamedTuple):
     """One sequence with several new tokens: rows [first, last) of the flat batch.
 
-    rows: int64 [2 * kv_heads * N], the pool rows to gather. start: tokens before the new ones.
+    rows: int64 [planes * kv_heads * N], the pool rows to gather. start: tokens before the new ones.
     """
 
     first: int
@@ -115,8 +117,8 @@ class AttentionPlan:
 
     Args:
         num_tokens: T, rows of the flat batch.
-        slots: int64 [2 * T * kv_heads], where the new K and V go, as rows of single tokens: plane, token, head.
-        decodes: together with `prefills`, every row of the flat batch once.
+        slots: int64 [planes * T * kv_heads], where the new K and V go, as rows of single tokens: plane, token, head.
+        decodes: together with `prefills`, every row of the flat batch once, but those attended to elsewhere.
     """
 
     num_tokens: int
@@ -138,28 +140,44 @@ class _Sequence(NamedTuple):
 
 
 def make_plan(
-    spans: Sequence[AttentionSpan], geometry: Geometry, tuning: Tuning, mask_dtype: torch.dtype
+    spans: Sequence[AttentionSpan],
+    geometry: Geometry,
+    tuning: Tuning,
+    mask_dtype: torch.dtype,
+    *,
+    elsewhere: int = 0,
 ) -> AttentionPlan:
     """Lay out a ragged batch whose rows are the spans' new tokens, one span after the other.
+
+    Args:
+        spans: of all sequences.
+        geometry: of the pool.
+        tuning: where batches are cut.
+        mask_dtype: of masks.
+        elsewhere: spans of at most so many new tokens are attended to by somebody else, who also writes all tokens;
+            0: none are.
 
     Raises:
         CapacityError: a span without new tokens, or whose blocks do not hold them, or are not of the pool.
     """
-    sequences = list(_sequences(spans, geometry))
+    sequences = list(_sequences(spans, geometry, elsewhere))
     lone = [sequence for sequence in sequences if sequence.stop - sequence.start == 1]
     several = [sequence for sequence in sequences if sequence.stop - sequence.start > 1]
-    slots = [_slots(sequence, geometry) for sequence in sequences]
+    slots = [] if elsewhere else [_slots(sequence, geometry) for sequence in sequences]
     return AttentionPlan(
-        num_tokens=sum(sequence.stop - sequence.start for sequence in sequences),
+        num_tokens=sum(span.stop - span.start for span in spans),
         slots=_tensor(np.concatenate(slots, axis=1) if slots else np.empty(0, np.int64), geometry.device),
         decodes=tuple(_decode_batch(group, geometry, mask_dtype) for group in _groups(lone, geometry, tuning)),
         prefills=tuple(_prefill(sequence, geometry) for sequence in several),
     )
 
 
-def _sequences(spans: Sequence[AttentionSpan], geometry: Geometry) -> Iterator[_Sequence]:
+def _sequences(spans: Sequence[AttentionSpan], geometry: Geometry, elsewhere: int) -> Iterator[_Sequence]:
     first = 0
     for span in spans:
+        if 0 < span.stop - span.start <= elsewhere:
+            first += span.stop - span.start
+            continue
         start, stop, room = span.start, span.stop, len(span.block_ids) * geometry.block_size
         if not 0 <= start < stop <= room:
             raise CapacityError(
@@ -174,10 +192,10 @@ def _sequences(spans: Sequence[AttentionSpan], geometry: Geometry) -> Iterator[_
 
 
 def _slots(sequence: _Sequence, geometry: Geometry) -> _Ints:
-    """Token rows [2, tokens, kv_heads] of the new tokens."""
+    """Token rows [planes, tokens, kv_heads] of the new tokens."""
     positions = np.arange(sequence.start, sequence.stop)
     blocks, inside = sequence.blocks[positions // geometry.block_size], positions % geometry.block_size
-    planes_and_heads = np.arange(geometry.layer_rows).reshape(2, 1, geometry.kv_heads)
+    planes_and_heads = np.arange(geometry.layer_rows).reshape(geometry.planes, 1, geometry.kv_heads)
     rows = (blocks * geometry.block_rows)[:, None] + planes_and_heads
     return rows * geometry.block_size + inside[:, None]
 
@@ -201,8 +219,8 @@ def _groups(sequences: Sequence[_Sequence], geometry: Geometry, tuning: Tuning) 
 
 
 def _rows(tables: _Ints, geometry: Geometry) -> _Ints:
-    """Pool rows [2, B, kv_heads, N] of block tables [B, N]."""
-    planes_and_heads = np.arange(geometry.layer_rows).reshape(2, 1, geometry.kv_heads, 1)
+    """Pool rows [planes, B, kv_heads, N] of block tables [B, N]."""
+    planes_and_heads = np.arange(geometry.layer_rows).reshape(geometry.planes, 1, geometry.kv_heads, 1)
     return (tables * geometry.block_rows)[None, :, None, :] + planes_and_heads
 
 
@@ -219,7 +237,7 @@ def _decode_batch(group: Sequence[_Sequence], geometry: Geometry, mask_dtype: to
         beyond = np.arange(length) >= ends[:, None]
         at, column = beyond.nonzero()
         width = tables.shape[1] * geometry.block_size
-        planes = (np.arange(2) * count)[:, None, None] + at[:, None]
+        planes = (np.arange(geometry.planes) * count)[:, None, None] + at[:, None]
         padded = (planes * geometry.kv_heads + np.arange(geometry.kv_heads)) * width + column[:, None]
         padding = _tensor(padded, geometry.device)
         mask = torch.zeros(beyond.shape, dtype=mask_dtype).masked_fill_(torch.from_numpy(beyond), float("-inf"))

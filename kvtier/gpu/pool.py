@@ -179,6 +179,14 @@ class BlockPool:
             found.append(block_id)
         return found
 
+    def leading(self, keys: Sequence[bytes], *, exact: bool = True) -> int:
+        """How many blocks `match` would find; takes no reference."""
+        for count, key in enumerate(keys):
+            block_id = self._published.get(key)
+            if block_id is None or (exact and not self._exact[block_id]):
+                return count
+        return len(keys)
+
     def forget(self) -> int:
         """Drop the names of all blocks that nobody references; returns how many had one."""
         forgotten = [block_id for block_id in self._published.values() if self._references[block_id] == 0]

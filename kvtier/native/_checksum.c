@@ -1,4 +1,5 @@
-/* kvtier.native._checksum: copies a block past the caches and computes its XXH3-128 in the same pass.
+/* kvtier.native._checksum: what moves blocks without the GIL, a whole batch in one call: copies past the caches that
+ * compute the XXH3-128 in the same pass, and vectored reads and writes of files.
  *
  * XXH3-128, seed 0, default secret, inputs longer than 240 bytes (the xxHash specification, 0.2.0). The hash
  * reads each 1 KiB stripe block from L1; the copy of the same bytes leaves by non-temporal stores, so the target's
@@ -6,8 +7,17 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <errno.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#if defined(__linux__)
+#include <linux/aio_abi.h>
+#include <pthread.h>
+#include <sys/syscall.h>
+#endif
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "xxhash's own build is used on big-endian machines"
@@ -173,38 +183,301 @@ static void checksum(const uint8_t head[STRIPE], const uint8_t *data, uint8_t *t
     }
 }
 
-static PyObject *copy_checksum(PyObject *self, PyObject *args) {
-    Py_buffer head, source, target = {0};
-    PyObject *to, *result = NULL;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "y*y*O", &head, &source, &to))
-        return NULL;
-    if (to != Py_None && PyObject_GetBuffer(to, &target, PyBUF_WRITABLE) < 0)
-        goto done;
-    if (head.len != STRIPE || STRIPE + source.len <= 240 || (to != Py_None && target.len < source.len)) {
-        PyErr_Format(PyExc_ValueError,
-                     "head of %zd, source of %zd, target of %zd bytes: expected 64, more than 176, and a target "
-                     "at least as long as the source",
-                     head.len, source.len, target.len);
-        goto done;
-    }
+typedef struct {
+    Py_buffer source, target;
+    PyObject *head;
+    size_t count;
     uint8_t digest[16];
+} Job;
+
+static int describe(Job *job, PyObject *head, PyObject *source, PyObject *target, PyObject *size) {
+    Py_ssize_t count = PyLong_AsSsize_t(size);
+    if (count == -1 && PyErr_Occurred())
+        return -1;
+    if (PyObject_GetBuffer(source, &job->source, PyBUF_SIMPLE) < 0)
+        return -1;
+    if (target != Py_None && PyObject_GetBuffer(target, &job->target, PyBUF_WRITABLE) < 0)
+        return -1;
+    Py_ssize_t head_bytes = PyBytes_Check(head) ? PyBytes_GET_SIZE(head) : -1;
+    if (head_bytes != STRIPE || STRIPE + count <= 240 || job->source.len < count ||
+        (job->target.obj != NULL && job->target.len < count)) {
+        PyErr_Format(PyExc_ValueError,
+                     "head of %zd, source of %zd, target of %zd bytes for %zd: expected bytes of 64, more than 176, and "
+                     "a source and a target at least as long",
+                     head_bytes, job->source.len, job->target.obj != NULL ? job->target.len : -1, count);
+        return -1;
+    }
+    job->head = Py_NewRef(head);
+    job->count = (size_t)count;
+    return 0;
+}
+
+static PyObject *run(Job *jobs, Py_ssize_t count) {
     Py_BEGIN_ALLOW_THREADS
-    checksum(head.buf, source.buf, to == Py_None ? NULL : target.buf, (size_t)source.len, digest);
+    for (Py_ssize_t at = 0; at < count; at++)
+        checksum((const uint8_t *)PyBytes_AS_STRING(jobs[at].head), jobs[at].source.buf, jobs[at].target.buf,
+                 jobs[at].count, jobs[at].digest);
     Py_END_ALLOW_THREADS
-    result = PyBytes_FromStringAndSize((const char *)digest, sizeof digest);
-done:
-    if (target.obj != NULL)
-        PyBuffer_Release(&target);
-    PyBuffer_Release(&source);
-    PyBuffer_Release(&head);
-    return result;
+    PyObject *digests = PyList_New(count);
+    for (Py_ssize_t at = 0; digests != NULL && at < count; at++) {
+        PyObject *digest = PyBytes_FromStringAndSize((const char *)jobs[at].digest, sizeof jobs[at].digest);
+        if (digest == NULL)
+            Py_CLEAR(digests);
+        else
+            PyList_SET_ITEM(digests, at, digest);
+    }
+    return digests;
+}
+
+static PyObject *copy_checksums(PyObject *self, PyObject *args) {
+    PyObject *columns[4], *digests = NULL;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!", &PyList_Type, &columns[0], &PyList_Type, &columns[1], &PyList_Type,
+                          &columns[2], &PyList_Type, &columns[3]))
+        return NULL;
+    const Py_ssize_t count = PyList_GET_SIZE(columns[0]);
+    for (int column = 1; column < 4; column++)
+        if (PyList_GET_SIZE(columns[column]) != count) {
+            PyErr_SetString(PyExc_ValueError, "heads, sources, targets and sizes: expected as many of each");
+            return NULL;
+        }
+    Job *jobs = PyMem_Calloc(count ? (size_t)count : 1, sizeof *jobs);
+    if (jobs == NULL)
+        return PyErr_NoMemory();
+    Py_ssize_t ready = 0;
+    while (ready < count && describe(&jobs[ready], PyList_GET_ITEM(columns[0], ready), PyList_GET_ITEM(columns[1], ready),
+                                     PyList_GET_ITEM(columns[2], ready), PyList_GET_ITEM(columns[3], ready)) == 0)
+        ready++;
+    if (ready == count)
+        digests = run(jobs, count);
+    for (Py_ssize_t at = 0; at < count; at++) {
+        PyBuffer_Release(&jobs[at].source);
+        PyBuffer_Release(&jobs[at].target);
+        Py_XDECREF(jobs[at].head);
+    }
+    PyMem_Free(jobs);
+    return digests;
+}
+
+/* ---- vectored reads and writes of files */
+
+enum { ENDED = -1, DEPTH = 64 };
+
+typedef struct {
+    int fd, result; /* 0, an errno, or ENDED: the file ends before */
+    off_t offset;
+    Py_ssize_t count;
+    struct iovec *parts;
+} Run;
+
+/* Leave out what is done. */
+static void advance(Run *run, size_t done) {
+    run->offset += (off_t)done;
+    for (; run->count && done >= run->parts->iov_len; run->count--, run->parts++)
+        done -= run->parts->iov_len;
+    if (done) {
+        run->parts->iov_base = (char *)run->parts->iov_base + done;
+        run->parts->iov_len -= done;
+    }
+}
+
+static int shorter(const Run *run, long most) { return (int)(run->count < most ? run->count : most); }
+
+/* Do what is left of a run. */
+static int transfer(Run *run, int writes, long most) {
+    while (run->count) {
+        ssize_t done = writes ? pwritev(run->fd, run->parts, shorter(run, most), run->offset)
+                              : preadv(run->fd, run->parts, shorter(run, most), run->offset);
+        if (done < 0 && errno == EINTR)
+            continue;
+        if (done <= 0)
+            return done < 0 ? errno : writes ? EIO : ENDED;
+        advance(run, (size_t)done);
+    }
+    return 0;
+}
+
+#if defined(__linux__) && defined(SYS_io_setup)
+/* Several runs are given to the kernel together: the thread sleeps once for all of them, not once for each. */
+static pthread_key_t queues;
+
+static void end_queue(void *queue) { syscall(SYS_io_destroy, (aio_context_t)(uintptr_t)queue); }
+
+static aio_context_t queue(void) {
+    aio_context_t found = (aio_context_t)(uintptr_t)pthread_getspecific(queues);
+    if (!found && syscall(SYS_io_setup, DEPTH, &found) == 0 && pthread_setspecific(queues, (void *)(uintptr_t)found)) {
+        end_queue((void *)(uintptr_t)found);
+        found = 0;
+    }
+    return found;
+}
+
+static void reap(aio_context_t from, Run *runs, int count, int writes, long most) {
+    struct io_event events[DEPTH];
+    while (count) {
+        const int done = (int)syscall(SYS_io_getevents, from, 1, count, events, NULL);
+        if (done < 0 && errno != EINTR)
+            return; /* only for a queue that is none, and then nothing was taken */
+        for (int at = 0; at < done; at++) {
+            Run *run = &runs[events[at].data];
+            if (events[at].res > 0)
+                advance(run, (size_t)events[at].res);
+            run->result = events[at].res < 0 ? (int)-events[at].res : transfer(run, writes, most);
+        }
+        count -= done > 0 ? done : 0;
+    }
+}
+
+static void move_together(aio_context_t to, Run *runs, int count, int writes, long most) {
+    struct iocb blocks[DEPTH], *list[DEPTH];
+    int flying = 0;
+    for (int at = 0; at < count; at++) {
+        blocks[at] = (struct iocb){.aio_data = (uint64_t)at,
+                                   .aio_lio_opcode = writes ? IOCB_CMD_PWRITEV : IOCB_CMD_PREADV,
+                                   .aio_fildes = (uint32_t)runs[at].fd,
+                                   .aio_buf = (uint64_t)(uintptr_t)runs[at].parts,
+                                   .aio_nbytes = (uint64_t)shorter(&runs[at], most),
+                                   .aio_offset = runs[at].offset};
+        list[at] = &blocks[at];
+        runs[at].result = EIO;
+    }
+    for (int at = 0; at < count;) {
+        const int taken = (int)syscall(SYS_io_submit, to, (long)(count - at), list + at);
+        if (taken > 0) {
+            at += taken;
+            flying += taken;
+        } else { /* what is refused here says why itself, or goes the other way */
+            runs[at].result = transfer(&runs[at], writes, most);
+            at++;
+        }
+    }
+    reap(to, runs, flying, writes, most);
+}
+
+static void move_some(Run *runs, Py_ssize_t count, int writes, long most) {
+    const aio_context_t to = count > 1 ? queue() : 0;
+    for (Py_ssize_t at = 0; at < count; at += DEPTH) {
+        const int some = (int)(count - at < DEPTH ? count - at : DEPTH);
+        if (to)
+            move_together(to, runs + at, some, writes, most);
+        else
+            for (int one = 0; one < some; one++)
+                runs[at + one].result = transfer(&runs[at + one], writes, most);
+    }
+}
+#else
+static void move_some(Run *runs, Py_ssize_t count, int writes, long most) {
+    for (Py_ssize_t at = 0; at < count; at++)
+        runs[at].result = transfer(&runs[at], writes, most);
+}
+#endif
+
+static int take_run(PyObject *item, int writes, Run *run, struct iovec *parts, Py_buffer *views, Py_ssize_t *used) {
+    long long offset;
+    PyObject *buffers;
+    if (!PyArg_ParseTuple(item, "iLO!", &run->fd, &offset, &PyList_Type, &buffers))
+        return -1;
+    run->offset = (off_t)offset;
+    run->count = PyList_GET_SIZE(buffers);
+    run->parts = parts + *used;
+    for (Py_ssize_t at = 0; at < run->count; at++) {
+        Py_buffer *view = &views[*used];
+        if (PyObject_GetBuffer(PyList_GET_ITEM(buffers, at), view, writes ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0)
+            return -1;
+        parts[*used].iov_base = view->buf;
+        parts[(*used)++].iov_len = (size_t)view->len;
+    }
+    return 0;
+}
+
+static PyObject *move_all(Run *runs, Py_ssize_t count, int writes) {
+    const long most = sysconf(_SC_IOV_MAX);
+    Py_BEGIN_ALLOW_THREADS
+    move_some(runs, count, writes, most);
+    Py_END_ALLOW_THREADS
+    PyObject *results = PyList_New(count);
+    for (Py_ssize_t at = 0; results != NULL && at < count; at++) {
+        PyObject *result = PyLong_FromLong(runs[at].result);
+        if (result == NULL)
+            Py_CLEAR(results);
+        else
+            PyList_SET_ITEM(results, at, result);
+    }
+    return results;
+}
+
+static PyObject *move_runs(PyObject *self, PyObject *args) {
+    PyObject *items, *results = NULL;
+    int writes, good = 1;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!p", &PyTuple_Type, &items, &writes))
+        return NULL;
+    const Py_ssize_t count = PyTuple_GET_SIZE(items);
+    Py_ssize_t total = 0, used = 0;
+    for (Py_ssize_t at = 0; at < count; at++) {
+        PyObject *item = PyTuple_GET_ITEM(items, at);
+        if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 3 || !PyList_Check(PyTuple_GET_ITEM(item, 2))) {
+            PyErr_SetString(PyExc_TypeError, "a run is a tuple of descriptor, offset and list of buffers");
+            return NULL;
+        }
+        total += PyList_GET_SIZE(PyTuple_GET_ITEM(item, 2));
+    }
+    Run *runs = PyMem_Calloc((size_t)count + 1, sizeof *runs);
+    struct iovec *parts = PyMem_Calloc((size_t)total + 1, sizeof *parts);
+    Py_buffer *views = PyMem_Calloc((size_t)total + 1, sizeof *views);
+    if (runs == NULL || parts == NULL || views == NULL) {
+        PyErr_NoMemory();
+        good = 0;
+    }
+    for (Py_ssize_t at = 0; good && at < count; at++)
+        good = take_run(PyTuple_GET_ITEM(items, at), writes, &runs[at], parts, views, &used) == 0;
+    if (good)
+        results = move_all(runs, count, writes);
+    for (Py_ssize_t at = 0; at < used; at++)
+        PyBuffer_Release(&views[at]);
+    PyMem_Free(views);
+    PyMem_Free(parts);
+    PyMem_Free(runs);
+    return results;
+}
+
+static PyObject *addresses(PyObject *self, PyObject *buffers) {
+    (void)self;
+    if (!PyList_Check(buffers)) {
+        PyErr_SetString(PyExc_TypeError, "expected a list of buffers");
+        return NULL;
+    }
+    PyObject *found = PyList_New(PyList_GET_SIZE(buffers));
+    for (Py_ssize_t at = 0; found != NULL && at < PyList_GET_SIZE(found); at++) {
+        Py_buffer view;
+        PyObject *address = NULL;
+        if (PyObject_GetBuffer(PyList_GET_ITEM(buffers, at), &view, PyBUF_SIMPLE) == 0) {
+            address = PyLong_FromVoidPtr(view.buf);
+            PyBuffer_Release(&view);
+        }
+        if (address == NULL)
+            Py_CLEAR(found);
+        else
+            PyList_SET_ITEM(found, at, address);
+    }
+    return found;
 }
 
 static PyMethodDef methods[] = {
-    {"copy_checksum", copy_checksum, METH_VARARGS,
-     "copy_checksum(head, source, target or None): copy source and return xxh3_128(head + source), 16 bytes."},
+    {"copy_checksums", copy_checksums, METH_VARARGS,
+     "copy_checksums(heads, sources, targets or Nones, sizes), lists: copy the leading bytes of each source and return "
+     "xxh3_128(head + them) of each, 16 bytes. Without the GIL for the whole batch."},
+    {"move_runs", move_runs, METH_VARARGS,
+     "move_runs(runs, writes): for each run, a tuple of file descriptor, offset and list of buffers, preadv or pwritev "
+     "until all is done; 0, an errno or -1 (the file ends before) each. Without the GIL for the whole batch."},
+    {"addresses", addresses, METH_O, "addresses(buffers): where each of a list of buffers begins."},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_checksum", NULL, -1, methods, NULL, NULL, NULL, NULL};
-PyMODINIT_FUNC PyInit__checksum(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__checksum(void) {
+#if defined(__linux__) && defined(SYS_io_setup)
+    if (pthread_key_create(&queues, end_queue))
+        return PyErr_NoMemory();
+#endif
+    return PyModule_Create(&module);
+}

@@ -153,3 +153,98 @@ def test_without_a_pool_or_a_layout_loads_fail(region: StagingRegion) -> None:
     worker.close()
     worker.begin(TransferPlan(loads={4: (Load(span, 0),)}))
     assert results_of(worker, 4).failed == {4: 0}
+
+
+# ---- loads that the forward follows layer by layer
+
+
+def test_an_overlapped_load_is_there_layer_by_layer_whatever_its_format(
+    worker: TierWorker, region: StagingRegion, pool: torch.Tensor
+) -> None:
+    spans = region.allocate(3)
+    plain = spans[1]._replace(nbytes=BYTES)
+    region.view(plain)[:] = raw(1)
+    loads = (encoded("int8", 0, spans[0], region), Load(plain, 1), encoded("bitsplit", 2, spans[2], region))
+    worker.begin(TransferPlan(loads={7: loads}, overlapped=frozenset({7})))
+    expected = {}
+    for load in loads:
+        expected[load.block_id] = memoryview(bytearray(BYTES))
+        formats.get(load.fmt).decode(region.view(load.span), LAYOUT, expected[load.block_id])
+    for layer in range(2):
+        worker.wait_layer(layer)
+        part = slice(layer * BYTES // 2, (layer + 1) * BYTES // 2)
+        for block, data in expected.items():
+            assert pool[block, part].numpy().tobytes() == data[part].tobytes()
+    results = worker.end()
+    assert (results.finished, results.failed) == ((7,), {})
+    assert results.seconds[7] > 0
+
+
+def test_an_overlapped_load_that_cannot_be_decoded_half_way_fails_and_holds_up_nothing(
+    worker: TierWorker, region: StagingRegion, pool: torch.Tensor
+) -> None:
+    loads = [encoded("int8", seed, span, region) for seed, span in enumerate(region.allocate(4))]
+    region.view(loads[2].span)[:64] = bytes(64)
+    worker.begin(TransferPlan(loads={1: tuple(loads)}, overlapped=frozenset({1})))
+    worker.wait_layer(0)
+    worker.wait_layer(1)
+    results = worker.end()
+    assert (results.finished, results.failed) == ((), {1: 2})
+    assert pool[1].any()
+    assert not pool[2:].any()
+
+
+def test_every_overlapped_load_is_reported_by_its_own_step(
+    worker: TierWorker, region: StagingRegion, pool: torch.Tensor
+) -> None:
+    spans = [span._replace(nbytes=BYTES) for span in region.allocate(6)]
+    for step in range(20):
+        for at, span in enumerate(spans):
+            region.view(span)[:] = bytes([step + at]) * BYTES
+        plan = TransferPlan(
+            loads={at: (Load(span, at),) for at, span in enumerate(spans)}, overlapped=frozenset({0, 1, 2, 3, 4, 5})
+        )
+        worker.begin(plan)
+        worker.wait_layer(0)
+        worker.wait_layer(1)
+        assert [int(row[0]) for row in pool] == [int(row[-1]) for row in pool] == list(range(step, step + 6))
+        assert set(worker.end().finished) == set(range(6))
+
+
+def test_layers_of_blocks_in_an_order_of_their_own_arrive_together(region: StagingRegion) -> None:
+    group = LayerGroup(GroupKind.GQA, (0, 1), 2, 2, 64, order="opaque:engine/1")
+    share = region.regions()[0]
+    regions = {share.region: AttachedRegion(share.fd, share.nbytes, share.writable)}
+    pool = torch.zeros(2, BYTES, dtype=torch.uint8)
+    span = region.allocate(1)[0]._replace(nbytes=BYTES)
+    region.view(span)[:] = raw(1)
+    with contextlib.closing(TierWorker(regions, Layout(16, (group,)))) as worker:
+        worker.register_pool(pool)
+        worker.begin(TransferPlan(loads={1: (Load(span, 1),)}, overlapped=frozenset({1})))
+        worker.wait_layer(0)
+        assert pool[1].numpy().tobytes() == raw(1).tobytes()
+        worker.wait_layer(1)
+        assert worker.end().finished == (1,)
+
+
+def test_each_layer_group_has_gates_of_its_own(region: StagingRegion) -> None:
+    groups = (LayerGroup(GroupKind.GQA, (0, 2), 2, 2, 64), LayerGroup(GroupKind.GQA, (1,), 2, 2, 64))
+    layout = Layout(16, groups)
+    share = region.regions()[0]
+    regions = {share.region: AttachedRegion(share.fd, share.nbytes, share.writable)}
+    pools = [torch.zeros(2, layout.block_bytes(group), dtype=torch.uint8) for group in range(2)]
+    spans = [span._replace(nbytes=layout.block_bytes(at)) for at, span in enumerate(region.allocate(2))]
+    for at, span in enumerate(spans):
+        region.view(span)[:] = bytes([at + 1]) * span.nbytes
+    with contextlib.closing(TierWorker(regions, layout)) as worker:
+        worker.register_pool(*pools)
+        loads = (Load(spans[0], 1, part=0), Load(spans[1], 1, part=1))
+        worker.begin(TransferPlan(loads={1: loads}, overlapped=frozenset({1})))
+        half = layout.block_bytes(0) // 2
+        worker.wait_layer(0)
+        assert pools[0][1, :half].eq(1).all()
+        worker.wait_layer(1)
+        assert pools[1][1].eq(2).all()
+        worker.wait_layer(2)
+        assert pools[0][1].eq(1).all()
+        assert worker.end().finished == (1,)

@@ -1,8 +1,6 @@
 """CopyEngine: bytes, order, failures, closing."""
 
-import contextlib
 import threading
-import warnings
 
 import numpy as np
 import pytest
@@ -10,7 +8,8 @@ import torch
 
 from kvtier.errors import FormatMismatch, LeaseError, TierTimeout
 from kvtier.gpu import BlockMove, CopyEngine, Direction
-from kvtier.gpu.copies import _BOUNCE_BLOCKS, _Bounce, _StreamMover, _tensor_over
+from kvtier.gpu.copies.mover import BOUNCE_BLOCKS
+from kvtier.gpu.streams import HostStreams, Runs, address_of
 
 BLOCKS, BYTES = 8, 4096
 
@@ -33,17 +32,17 @@ def _memory(fill=0, nbytes=BYTES):
 
 
 class Gate:
-    """Holds a lane's thread inside a batch: memory whose first touch waits."""
+    """Holds a lane's thread at the start of its batches."""
 
     def __init__(self, engine, direction):
-        mover = engine._lanes[direction].mover
+        mover = engine._movers[direction]
         self._move, self.entered, self._open = mover.move, threading.Event(), threading.Event()
         mover.move = self._wait
 
-    def _wait(self, moves, after):
+    def _wait(self, *batch):
         self.entered.set()
         assert self._open.wait(30)
-        return self._move(moves, after)
+        return (yield from self._move(*batch))
 
     def open(self):
         self._open.set()
@@ -108,10 +107,11 @@ def test_a_bad_copy_ends_its_batch_and_nothing_else(pool, engine, direction, bad
 
 
 def test_a_copy_that_dies_under_way_is_reported_and_the_lane_lives(engine, caplog):
-    mover = engine._lanes[Direction.TO_HOST].mover
+    mover = engine._movers[Direction.TO_HOST]
     working = mover.move
 
-    def failing(moves, after):
+    def failing(*batch):
+        yield
         raise RuntimeError("device lost")
 
     mover.move = failing
@@ -150,15 +150,6 @@ def test_only_rows_of_bytes_are_a_pool():
     for wrong in (torch.zeros(2, 8), torch.zeros(16, dtype=torch.uint8), torch.zeros(8, 4, dtype=torch.uint8).t()):
         with pytest.raises(FormatMismatch, match="as_bytes"):
             CopyEngine(wrong)
-
-
-def test_host_memory_as_a_tensor_is_the_same_memory_even_if_read_only():
-    data = bytearray(range(256))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(_tensor_over(memoryview(bytes(data))), torch.arange(256, dtype=torch.uint8))
-    _tensor_over(memoryview(data))[3] = 200
-    assert data[3] == 200
 
 
 # ---- encoded blocks
@@ -204,61 +195,145 @@ def test_nothing_is_encoded_on_its_way_out(engine):
     assert engine.submit([BlockMove(0, _memory(), _unpack)], Direction.TO_HOST).wait(30) == 0
 
 
-def test_a_bounce_block_is_used_again_only_after_its_copy():
-    """Copies of a simulated stream happen when they are waited for."""
-    rows, queue = torch.zeros(3 * _BOUNCE_BLOCKS, BYTES, dtype=torch.uint8), []
-
-    def arrive():
-        while queue:
-            row, host = queue.pop(0)
-            rows[row] = host
-
-    bounce = _Bounce(BYTES, arrive, pinned=False)
-    for row in range(len(rows)):
-        assert bounce.decoded(_unpack, _packed(row, 0, 1, 1)) is None
-        queue.append((row, bounce.decoded(_unpack, _packed(row + 1, 1, 2, 3))))
-    arrive()
-    for row in range(len(rows)):
-        assert torch.equal(rows[row], _unpacked(row + 1, 1, 2, 3))
+# ---- layer by layer
 
 
-class Stream:
-    """As much of a CUDA stream as a lane needs: remembers events, runs everything at once."""
-
-    def __init__(self, device=None, blocking=True):
-        self.waits = []
-
-    def wait_event(self, event):
-        self.waits.append(event)
-
-    def record(self, stream): ...
-
-    def synchronize(self): ...
+def _slice(row, layer, layers=4):
+    return row[layer * BYTES // layers : (layer + 1) * BYTES // layers]
 
 
-def test_the_stream_lane_decodes_copies_and_stops_where_it_must(pool, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    mover = _StreamMover(pool, Direction.TO_DEVICE)
-    mover._bounce = _Bounce(BYTES, mover._arrive, pinned=False)
-    moves = [BlockMove(at % BLOCKS, _packed(at + 1, 1, 1, 1), _unpack) for at in range(2 * _BOUNCE_BLOCKS + 1)]
-    event = object()
-    assert mover.move(moves, event) == len(moves)
-    assert mover._stream.waits == [event]
-    assert torch.equal(pool[0], _unpacked(2 * _BOUNCE_BLOCKS + 1, 1, 1, 1))
-    assert torch.equal(pool[3], _unpacked(_BOUNCE_BLOCKS + 4, 1, 1, 1))
-    moves = [BlockMove(0, _memory(7)), BlockMove(1, _packed(0, 0, 0, 0), _unpack), BlockMove(2, _memory(8))]
+def test_a_layered_load_arrives_layer_by_layer(pool, engine):
+    pool.zero_()
+    mover, opened = engine._movers[Direction.TO_DEVICE], threading.Event()
+    copy, launched = mover._streams.copy, []
+
+    def one_by_one(stream, runs, direction):
+        launched.append(len(runs))
+        # Layers 0 and 1 pass.
+        assert len(launched) < 3 or opened.wait(30)
+        copy(stream, runs, direction)
+
+    mover._streams.copy = one_by_one
+    jobs = [[(0, _memory(1)), (1, _memory(2))], [(5, _memory(3))]]
+    tickets, gate = engine.submit_layers(jobs, 4)
+    for layer in (0, 1):
+        gate.wait(layer)
+        assert [_slice(pool[at], layer).eq(value).all() for at, value in ((0, 1), (1, 2), (5, 3))] == [True] * 3
+    assert not any(ticket.done for ticket in tickets)
+    assert not _slice(pool[0], 2).any()
+    opened.set()
+    gate.wait(3)
+    assert _slice(pool[0], 2).eq(1).all()
+    assert [ticket.wait(30) for ticket in tickets] == [2, 1]
+    assert all(ticket.seconds > 0 for ticket in tickets)
+    assert launched == [3] * 4
+
+
+def test_of_layered_loads_each_fails_alone_and_none_holds_up_the_gate(pool, engine):
     before = pool.clone()
-    assert mover.move(moves, None) == 1
-    assert pool[0].eq(7).all()
-    assert torch.equal(pool[1:], before[1:])
+    jobs = [
+        [(0, _memory(1)), BlockMove(1, _packed(0, 1, 1, 1), _unpack), (2, _memory(1))],
+        [BlockMove(3, _packed(1, 2, 3, 4), _unpack), (4, _memory(4))],
+        [(BLOCKS, _memory(1))],
+    ]
+    tickets, gate = engine.submit_layers(jobs, 4)
+    for layer in range(4):
+        gate.wait(layer)
+    assert [ticket.wait(30) for ticket in tickets] == [1, 2, 0]
+    assert torch.equal(pool[3], _unpacked(1, 2, 3, 4))
+    assert (pool[0].eq(1).all(), pool[4].eq(4).all()) == (True, True)
+    assert torch.equal(pool[[1, 2]], before[[1, 2]])
+
+
+def test_a_layered_load_that_dies_half_way_opens_the_gate_and_has_failed(pool, engine):
+    streams = engine._movers[Direction.TO_DEVICE]._streams
+    copy, left = streams.copy, iter([True, True])
+
+    def dies(stream, runs, direction):
+        if not next(left, False):
+            raise RuntimeError("device lost")
+        copy(stream, runs, direction)
+
+    streams.copy = dies
+    (ticket,), gate = engine.submit_layers([[(0, _memory(1))]], 4)
+    for layer in range(4):
+        gate.wait(layer)
+    assert (ticket.wait(30), ticket.total) == (0, 1)
+
+
+def test_layers_are_equal_slices(engine):
+    with pytest.raises(FormatMismatch, match="in 3 layers"):
+        engine.submit_layers([[(0, _memory())]], 3)
+
+
+# ---- runs
+
+
+def test_runs_that_follow_each_other_on_both_sides_are_joined():
+    runs = Runs.of([0, 100, 200, 400, 500, 600], [1000, 1100, 1200, 1300, 1400, 1600], 100)
+    joined = runs.merged()
+    assert joined.device.tolist() == [0, 400, 600]
+    assert joined.host.tolist() == [1000, 1300, 1600]
+    assert joined.nbytes.tolist() == [300, 200, 100]
+    assert joined.total == runs.total == 600
+    middle = runs.slice(1, 4)
+    assert (middle.device[1], middle.host[1], middle.nbytes[1]) == (125, 1125, 25)
+    assert len(Runs.of([], [], 5).merged()) == 0
+
+
+def test_an_address_is_that_of_the_memory_even_if_it_is_read_only():
+    data = bytearray(range(64))
+    target = np.zeros(64, np.uint8)
+    source = address_of(memoryview(data).toreadonly()[16:])
+    HostStreams().copy(None, Runs.of([target.ctypes.data], [source], 8), Direction.TO_DEVICE)
+    assert target[:9].tolist() == [*range(16, 24), 0]
+
+
+def test_work_of_a_lane_that_raises_does_not_end_the_lane(caplog):
+    lane, done = HostStreams().lane("test"), threading.Event()
+
+    def failing():
+        yield None
+        raise RuntimeError("lost")
+
+    def working():
+        yield None
+        done.set()
+
+    lane.submit(failing())
+    lane.submit(working())
+    assert done.wait(30)
+    lane.close()
+    lane.close()
+    assert "lost" in caplog.text
+
+
+def test_work_learns_that_what_it_waited_for_has_failed():
+    seen = []
+
+    class Failing(HostStreams):
+        def synchronize(self, event):
+            raise RuntimeError(f"event {event} failed")
+
+    def work():
+        try:
+            yield 5
+        except RuntimeError as error:
+            seen.append(str(error))
+
+    lane = Failing().lane("test")
+    lane.submit(work())
+    lane.close()
+    assert seen == ["event 5 failed"]
+
+
+# ---- CUDA
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_encoded_blocks_are_decoded_through_pinned_memory_on_cuda():
-    device_pool = torch.zeros(4 * _BOUNCE_BLOCKS, BYTES, dtype=torch.uint8, device="cuda")
+    device_pool = torch.zeros(4 * BOUNCE_BLOCKS, BYTES, dtype=torch.uint8, device="cuda")
     engine = CopyEngine(device_pool)
     moves = [BlockMove(at, _packed(at + 1, 1, 2, 3), _unpack) for at in range(len(device_pool))]
     assert engine.submit(moves, Direction.TO_DEVICE).wait(30) == len(moves)

@@ -1,4 +1,4 @@
-"""PagedAttention against naive attention in float64."""
+"""Paged attention against naive attention in float64: torch's, and the compiled one at every CPU level."""
 
 import random
 from itertools import chain
@@ -9,11 +9,20 @@ import torch
 from torch.nn import functional
 
 from kvtier.errors import CapacityError, FormatMismatch
-from kvtier.gpu import DevicePool, PagedAttention
+from kvtier.gpu import DevicePool
+from kvtier.gpu.attention import CpuAttention, PagedAttention
 from kvtier.gpu.batches import Geometry, Tuning, make_plan
 from kvtier.layout import GroupKind, LayerGroup, Layout
+from kvtier.native import attention as native
 
 LAYERS = 2
+
+
+@pytest.fixture(params=native.implementations())
+def attention_of(request):
+    """(pool, heads, windows=()) -> attention, in each implementation that this machine has."""
+    with native.using(request.param):
+        yield PagedAttention if request.param == "reference" else CpuAttention
 
 
 class Span(NamedTuple):
@@ -106,35 +115,86 @@ RAGGED = [
 
 
 @pytest.mark.parametrize("spans", RAGGED)
-def test_equals_float64_attention(spans):
+def test_equals_float64_attention(attention_of, spans):
     case = Case(spans, heads=9)
-    for result, expected in case.run(PagedAttention(case.pool, 9)):
+    for result, expected in case.run(attention_of(case.pool, 9)):
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=3e-6)
     case.check_written()
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (8, 2), (8, 1)])
+SHAPES = [(64, 6, 2), (64, 8, 1), (80, 2, 2), (96, 8, 2), (128, 14, 2), (192, 5, 1), (256, 32, 2)]
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_shape(head_dim, heads, kv_heads, dtype):
+def test_every_shape(attention_of, head_dim, heads, kv_heads, dtype):
     case = Case([(37, 38), (0, 21), (20, 95), (4, 5)], heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     tolerance = {"float32": 3e-6, "bfloat16": 2e-2}[dtype]
-    for result, expected in case.run(PagedAttention(case.pool, heads)):
+    for result, expected in case.run(attention_of(case.pool, heads)):
         torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
     case.check_written()
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 32])
-def test_every_block_size(block_size):
+def test_every_block_size(attention_of, block_size):
     case = Case([(5, 6), (0, 7), (31, 64), (32, 33)], heads=6, block_size=block_size, blocks=160)
-    for result, expected in case.run(PagedAttention(case.pool, 6)):
+    for result, expected in case.run(attention_of(case.pool, 6)):
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=3e-6)
     case.check_written()
 
 
-def test_is_as_accurate_as_plain_attention():
+@pytest.mark.parametrize("span", [(0, 8), (13, 20), (125, 133), (126, 130)])
+def test_a_few_new_tokens(attention_of, span):
+    """Draft tokens: each sees those before it, around the edges of blocks and pieces."""
+    case = Case([span, (255, 257), (40, 41)], heads=6)
+    for result, expected in case.run(attention_of(case.pool, 6)):
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=3e-6)
+    case.check_written()
+
+
+def test_more_threads_change_no_bit(attention_of):
+    case = Case([(300, 301), (0, 1), (5, 9), (0, 150), (128, 129)], heads=9, blocks=96)
+    ((alone, _), _) = case.run(attention_of(case.pool, 9))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        ((shared, _), _) = case.run(attention_of(case.pool, 9))
+    finally:
+        torch.set_num_threads(before)
+    decodes = torch.tensor([0, 1, 2, 3, 4, 5, -1])
+    assert torch.equal(shared[decodes], alone[decodes])
+
+
+def test_new_tokens_that_are_strided_over_heads_are_taken_too(attention_of):
+    case = Case([(20, 21), (0, 3), (0, 30)], heads=6)
+    attention = attention_of(case.pool, 6)
+    attention.plan(case.spans)
+    parts = [(q[0], k[0, s.start :], v[0, s.start :]) for s, (q, k, v) in case._both()]
+    q, k, v = (torch.cat(column) for column in zip(*parts, strict=True))
+    expected = attention(0, q, k, v)
+    swapped = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v))
+    assert torch.equal(attention(0, *swapped), expected)
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 130, 1000])
+def test_windows(attention_of, window):
+    """Layer 0 sees everything, layer 1 the last tokens."""
+    case = Case([(0, 1), (31, 32), (300, 301), (129, 133), (5, 60)], heads=6, blocks=96)
+    attention = attention_of(case.pool, 6, (None, window))
+    (full, seen), (result, _) = case.run(attention)
+    torch.testing.assert_close(full.double(), seen, rtol=1e-5, atol=3e-6)
+    first = 0
+    for span, (q, k, v) in case._both():
+        for at in range(span.start, span.stop):
+            low = max(0, at + 1 - window)
+            alone = _naive(q[1, at - span.start, None], k[1, low : at + 1], v[1, low : at + 1], at - low)
+            torch.testing.assert_close(result[first, None].double(), alone, rtol=1e-5, atol=3e-6)
+            first += 1
+
+
+def test_is_as_accurate_as_plain_attention(attention_of):
     case = Case([(700, 701), (0, 300), (500, 800)], heads=9, blocks=160, seed=3)
-    ((result, expected), _) = case.run(PagedAttention(case.pool, 9))
+    ((result, expected), _) = case.run(attention_of(case.pool, 9))
     first = 0
     for span, (q, k, v) in zip(case.spans, case.sequences, strict=True):
         last = first + span.stop - span.start
@@ -146,22 +206,22 @@ def test_is_as_accurate_as_plain_attention():
         first = last
 
 
-def test_a_sequence_gets_the_same_result_alone_and_in_any_company():
+def test_a_sequence_gets_the_same_result_alone_and_in_any_company(attention_of):
     spans = [(30, 31), (0, 40), (64, 65), (9, 10)]
     together = Case(spans, heads=9)
-    ((batched, _), _) = together.run(PagedAttention(together.pool, 9))
+    ((batched, _), _) = together.run(attention_of(together.pool, 9))
     first = 0
     for span, sequence in zip(together.spans, together.sequences, strict=True):
         together.spans, together.sequences = [span], [sequence]
-        ((alone, _), _) = together.run(PagedAttention(together.pool, 9))
+        ((alone, _), _) = together.run(attention_of(together.pool, 9))
         torch.testing.assert_close(batched[first : first + len(alone)], alone, rtol=1e-6, atol=1e-6)
         first += len(alone)
 
 
-def test_a_step_in_chunks_equals_one_prefill():
+def test_a_step_in_chunks_equals_one_prefill(attention_of):
     whole = Case([(0, 150)], heads=9, seed=5)
-    ((expected, _), _) = whole.run(PagedAttention(whole.pool, 9))
-    attention, (q, k, v) = PagedAttention(whole.pool, 9), whole.sequences[0]
+    ((expected, _), _) = whole.run(attention_of(whole.pool, 9))
+    attention, (q, k, v) = attention_of(whole.pool, 9), whole.sequences[0]
     whole.pool.tensor.fill_(float("nan"))
     pieces = []
     for start, stop in ((0, 1), (1, 17), (17, 96), (96, 149), (149, 150)):
@@ -170,8 +230,8 @@ def test_a_step_in_chunks_equals_one_prefill():
     torch.testing.assert_close(torch.cat(pieces), expected, rtol=1e-5, atol=3e-6)
 
 
-def test_an_empty_step():
-    attention = PagedAttention(_pool(), 9)
+def test_an_empty_step(attention_of):
+    attention = attention_of(_pool(), 9)
     attention.plan([])
     empty = torch.empty(0, 3, 64)
     assert attention(0, torch.empty(0, 9, 64), empty, empty).shape == (0, 9, 64)
@@ -208,8 +268,8 @@ def test_decodes_are_batched_by_length_within_the_limits():
         Span((-1, 0), 0, 20),
     ],
 )
-def test_a_span_that_does_not_fit_is_refused_and_the_plan_stays(span):
-    attention = PagedAttention(_pool(), 9)
+def test_a_span_that_does_not_fit_is_refused_and_the_plan_stays(attention_of, span):
+    attention = attention_of(_pool(), 9)
     attention.plan([Span((1,), 0, 2)])
     with pytest.raises(CapacityError):
         attention.plan([Span((2,), 0, 2), span])
@@ -217,9 +277,9 @@ def test_a_span_that_does_not_fit_is_refused_and_the_plan_stays(span):
     assert attention(0, q, kv, kv).shape == (2, 9, 64)
 
 
-def test_tensors_of_another_step_are_refused_before_they_are_written():
+def test_tensors_of_another_step_are_refused_before_they_are_written(attention_of):
     pool = _pool()
-    attention = PagedAttention(pool, 9)
+    attention = attention_of(pool, 9)
     attention.plan([Span((1,), 0, 2)])
     q, kv = torch.randn(2, 9, 64), torch.randn(2, 3, 64)
     wrong = [
