@@ -1,14 +1,21 @@
-"""Is the engine's output transformers' output? Same weights, float32, same run.
+"""Is the engine's output transformers' output, whatever the engine does meanwhile? Same weights, float32, same run.
 
-    python benchmarks/accuracy.py [--quick] [--json PATH]
+    python benchmarks/accuracy.py [--quick] [--json PATH] [--only MODE,MODE]
 
-`accuracy.logits`: largest absolute difference over 512 tokens. `accuracy.greedy`: prompts of tests/data/prompts.jsonl
-whose greedy continuation (128 tokens, all prompts in one continuous batch) is `transformers.generate`'s, token for
-token; `accuracy.ties`: prompts that differ first where the reference's top two logits are closer than 1e-3.
-`--quick`: 6 prompts, 48 tokens.
+`accuracy.logits`: largest absolute difference over 512 tokens. `accuracy.<mode>`: prompts whose greedy continuation is
+`transformers.generate`'s, token for token, of the 20 of tests/data/prompts.jsonl and 30 of 500 to 900 tokens; `ties`
+of them differ first where the reference's top two logits are closer than 1e-3. 64 tokens each.
+`--quick`: 6 short and 2 long prompts, 24 tokens.
+
+Modes: alone, batched, preempted (a pool for a fifth of the batch; recompute), swapped (the same, through host),
+tiered (from the device, from host, from NVMe after a restart, raw and bitsplit), speculative, forked (n = 3), aborts.
 """
 
 import json
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +23,127 @@ import torch
 from harness import Report, Result, arguments
 from transformers import AutoModelForCausalLM
 
-from kvtier.engine import Engine, EngineOptions, SamplingParams
-from kvtier.engine.models import load_model
+from kvtier import LLM, SamplingParams
+from kvtier.engine import Engine, RequestOutput
 from kvtier.engine.models.base import DenseAttention
 from kvtier.engine.models.catalog import cache_dir, fetch_default_model
 
 TIE = 1e-3
-PROMPTS = Path(__file__).parents[1] / "tests/data/prompts.jsonl"
+DATA = Path(__file__).parents[1] / "tests/data"
+BLOCKS = 1024
+
+Outputs = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Task:
+    source: Path
+    prompts: list[list[int]]
+    tokens: int
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.tokens, ignore_eos=True)
+
+    def llm(self, tiering: dict[str, Any] | None = None, **engine: Any) -> LLM:
+        settings = {"num_blocks": BLOCKS, "max_running": 16} | engine
+        config = {"model": {"dtype": "float32"}}
+        return LLM(self.source, tiering=tiering or {"host": None}, config=config, **settings)
+
+
+def lines(outputs: Sequence[RequestOutput]) -> Outputs:
+    return [list(output.token_ids) for output in outputs]
+
+
+def drive(engine: Engine, prompts: list[list[int]], params: SamplingParams, name: str = "r") -> Outputs:
+    for number, prompt in enumerate(prompts):
+        engine.add(f"{name}{number}", prompt, params)
+    return finish(engine, name, len(prompts))
+
+
+def finish(engine: Engine, name: str, count: int, each: Callable[[], None] = lambda: None) -> Outputs:
+    finished = {}
+    while engine.has_work or engine.busy:
+        finished |= {output.id: list(output.token_ids) for output in engine.step() if output.finish_reason}
+        each()
+    return [finished[f"{name}{number}"] for number in range(count)]
+
+
+def alone(task: Task) -> list[Outputs]:
+    with task.llm(max_running=1) as llm:
+        return [drive(llm.engine, task.prompts, task.params)]
+
+
+def batched(task: Task) -> list[Outputs]:
+    with task.llm() as llm:
+        return [drive(llm.engine, task.prompts, task.params)]
+
+
+def preempted(task: Task, preemption: str = "recompute") -> list[Outputs]:
+    longest = max(map(len, task.prompts)) + task.tokens
+    settings = {"num_blocks": 4 * (-(-longest // 16)), "preemption": preemption}
+    with task.llm({"host": {"capacity": "2GiB"}}, **settings) as llm:
+        outputs = drive(llm.engine, task.prompts, task.params)
+        print(f"  {preemption}: {llm.engine.stats().preemptions} preemptions", flush=True)
+        return [outputs]
+
+
+def swapped(task: Task) -> list[Outputs]:
+    return preempted(task, "swap")
+
+
+def tiered(task: Task) -> list[Outputs]:
+    found = []
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+        for fmt in ("raw", "bitsplit"):
+            nvme = {"path": f"{directory}/{fmt}", "capacity": "8GiB", "format": fmt}
+            tiering = {"host": {"capacity": "4GiB"}, "nvme": nvme, "recompute_gate": False}
+            with task.llm(tiering) as llm:
+                found += [drive(llm.engine, task.prompts, task.params, name) for name in ("cold", "device")]
+                llm.flush()
+                llm.clear_device_cache()
+                found.append(drive(llm.engine, task.prompts, task.params, "host"))
+                llm.flush()
+            with task.llm(tiering) as llm:
+                found.append(drive(llm.engine, task.prompts, task.params, "restarted"))
+                print(f"  {fmt}: loaded {llm.loaded_bytes()}", flush=True)
+    return found
+
+
+def speculative(task: Task) -> list[Outputs]:
+    with task.llm(speculative="prompt_lookup") as llm:
+        outputs = drive(llm.engine, task.prompts, task.params)
+        stats = llm.engine.stats()
+        print(f"  {stats.accepted_tokens} of {stats.draft_tokens} guesses accepted", flush=True)
+        return [outputs]
+
+
+def forked(task: Task) -> list[Outputs]:
+    with task.llm() as llm:
+        params = SamplingParams(max_tokens=task.tokens, ignore_eos=True, n=3)
+        outputs = llm.generate(list(task.prompts), params)
+        return [lines([output.sequences[index] for output in outputs]) for index in range(3)]
+
+
+def aborts(task: Task) -> list[Outputs]:
+    dice = random.Random(0)
+    with task.llm({"host": {"capacity": "1GiB"}}, num_blocks=320) as llm:
+        engine, doomed = llm.engine, []
+        for number, prompt in enumerate(task.prompts):
+            engine.add(f"r{number}", prompt, task.params)
+            engine.add(f"doomed{number}", prompt[::-1], task.params)
+            doomed.append(f"doomed{number}")
+
+        def abort_one() -> None:
+            if doomed and dice.random() < 0.3:
+                engine.abort(doomed.pop(dice.randrange(len(doomed))))
+
+        return [finish(engine, "r", len(task.prompts), abort_one)]
+
+
+MODES = {
+    mode.__name__: mode for mode in (alone, batched, preempted, swapped, tiered, speculative, forked, aborts)
+}  # fmt: skip
 
 
 def logits_difference(loaded: Any, reference: Any) -> float:
@@ -33,17 +154,6 @@ def logits_difference(loaded: Any, reference: Any) -> float:
     return float((ours - theirs).abs().max())
 
 
-def greedy(loaded: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    engine = Engine(loaded, EngineOptions(num_blocks=1024, max_running=16))
-    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-    for number, prompt in enumerate(prompts):
-        engine.add(str(number), prompt, params)
-    finished = {}
-    while engine.has_work:
-        finished |= {output.id: list(output.token_ids) for output in engine.step() if output.finish_reason}
-    return [finished[str(number)] for number in range(len(prompts))]
-
-
 def is_tie(reference: Any, prompt: list[int], ours: list[int], theirs: list[int]) -> bool:
     at = next(at for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)) if mine != other)
     with torch.inference_mode():
@@ -51,34 +161,50 @@ def is_tie(reference: Any, prompt: list[int], ours: list[int], theirs: list[int]
     return float(top[0] - top[1]) < TIE
 
 
+def all_prompts(tokenizer: Any, short: int | None, long: int) -> list[list[int]]:
+    texts = [json.loads(line)["prompt"] for line in (DATA / "prompts.jsonl").read_text().splitlines()]
+    prompts = [tokenizer.encode(text) for text in texts][:short]
+    sources = [tokenizer.encode(path.read_text()) for path in sorted((DATA / "quality").glob("*.txt"))]
+    sources = [tokens for tokens in sources if len(tokens) >= 900]
+    for number in range(long):
+        tokens = sources[number % len(sources)]
+        length = 500 + 397 * number % 400
+        start = 53 * number % (len(tokens) - length)
+        prompts.append(tokens[start : start + length])
+    return prompts
+
+
 def main() -> None:
-    args = arguments(__doc__ or "").parse_args()
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", default=",".join(MODES), help="modes, by name")
+    args = parser.parse_args()
     torch.set_num_threads(2)
     source = fetch_default_model(cache_dir(), lambda *_: None)
-    loaded = load_model(source, torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     # min_new_tokens would forbid the end-of-sequence token; here it is a token like any other.
     reference.generation_config.eos_token_id = None
     report = Report(args.json)
+    with Task(source, [], 1).llm() as llm:
+        loaded = llm.model
     difference = logits_difference(loaded, reference)
     report.add(Result("accuracy.logits", difference, "max abs", {"tokens": 512, "dtype": "float32"}))
 
-    texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
-    prompts = [loaded.tokenizer.encode(text) for text in texts][: 6 if args.quick else None]
-    tokens = 48 if args.quick else 128
-    ours = greedy(loaded, prompts, tokens)
-    same, ties = 0, 0
-    for prompt, mine in zip(prompts, ours, strict=True):
-        ids = reference.generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, pad_token_id=0)[
+    prompts = all_prompts(loaded.tokenizer, *((6, 2) if args.quick else (None, 30)))
+    task = Task(source, prompts, 24 if args.quick else 64)
+    expected = [
+        reference.generate(torch.tensor([prompt]), max_new_tokens=task.tokens, do_sample=False, pad_token_id=0)[
             0, len(prompt) :
         ].tolist()
-        same += mine == ids
-        ties += mine != ids and is_tie(reference, prompt, mine, ids)
-    params = {"prompts": len(prompts), "tokens": tokens, "dtype": "float32"}
-    peer, count = "transformers.generate", len(prompts)
-    report.add(Result("accuracy.greedy", same, "prompts", params, peer, count, same / count))
-    report.add(Result("accuracy.ties", ties, "prompts", params))
-    report.write()
+        for prompt in prompts
+    ]
+    for name in args.only.split(","):
+        pairs = [pair for outputs in MODES[name](task) for pair in zip(prompts, outputs, expected, strict=True)]
+        same = sum(ours == theirs for _, ours, theirs in pairs)
+        ties = sum(ours != theirs and is_tie(reference, prompt, ours, theirs) for prompt, ours, theirs in pairs)
+        params = {"outputs": len(pairs), "tokens": task.tokens, "dtype": "float32", "ties": ties}
+        peer = "transformers.generate"
+        report.add(Result(f"accuracy.{name}", same, "outputs", params, peer, len(pairs), same / len(pairs)))
+        report.write()
 
 
 if __name__ == "__main__":

@@ -4,11 +4,18 @@ import logging
 from concurrent.futures import Future
 from typing import TypeVar
 
-__all__ = ["settled"]
+__all__ = ["done", "settled"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _U = TypeVar("_U")
+
+
+def done(result: _T) -> "Future[_T]":
+    """A future that has it already."""
+    future: Future[_T] = Future()
+    future.set_result(result)
+    return future
 
 
 def settled(future: "Future[_T]", otherwise: _U) -> "_T | _U":

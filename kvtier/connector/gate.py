@@ -60,6 +60,16 @@ class Gate:
         self._record(request_id, decision, len(tiers) * self._block_size)
         return blocks
 
+    def is_worth_keeping(self, tokens: int, blocks: int) -> bool:
+        """Whether `blocks` of a request's first `tokens` are expected to come back from host sooner than computed."""
+        if not self._options.recompute_gate:
+            return True
+        run = Run(self._store.host.name, blocks * self._block_bytes, tokens)
+        rate, link = self._prefill.tokens_per_second, self.link.snapshot()
+        decision = self._model.decide([run], self._store.speeds(), rate, link=link)
+        # Never measured: it is tried, and measured with that.
+        return decision.load_tokens >= tokens or decision.reason == "unmeasured"
+
     def _record(self, request_id: str, decision: Decision, found: int) -> None:
         self._decisions[request_id] = decision
         self._decisions.move_to_end(request_id)

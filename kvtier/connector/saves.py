@@ -15,7 +15,7 @@ from kvtier.connector.hinting import block_hints
 from kvtier.connector.parts import Parts
 from kvtier.cpu import StagingRegion
 from kvtier.hints import Hint
-from kvtier.hooks import Save, Step, StepSpan
+from kvtier.hooks import RequestView, Save, Step, StepSpan
 from kvtier.layout import Span
 from kvtier.store import PutResult, TieredStore
 from kvtier.tiers import BlockRef
@@ -91,7 +91,7 @@ class SaveQueue:
 
     def evacuate(self, leaving: Sequence[Leaving], jobs: Iterator[int]) -> dict[int, tuple[Save, ...]]:
         """A save job for what leaves the device with this step; what finds no staging memory is dropped, counted."""
-        spans = self._allocate(len(leaving)) if leaving else []
+        spans = self.allocate(len(leaving)) if leaving else []
         fitting = len(spans) // len(self._parts)
         self._drop("staging_full", len(leaving) - fitting)
         if not fitting:
@@ -110,14 +110,10 @@ class SaveQueue:
 
     def _job_for(self, span: StepSpan) -> _Job | None:
         request, parts = span.request, len(self._parts)
-        # Beyond the request's own tokens a span has drafts, which may be wrong.
-        full = min(span.stop, request.num_tokens) // self._block_size
-        first = self._saved.get(request.id)
-        if first is None:
-            keys = self._parts.keys(request.chain[:full])
-            first = self._store.wanted(keys, exact=span.exact, parts=parts)
-            first += self._copies.leading(span.block_ids[first:full], keys[first * parts :])
-        spans = self._allocate(full - first) if full > first else []
+        # Beyond the chain a span has drafts, which may be wrong, or what nobody else may use.
+        full = min(span.stop // self._block_size, len(request.chain))
+        first = self.saved(request, span.block_ids[:full], exact=span.exact)
+        spans = self.allocate(full - first) if full > first else []
         stop = first + len(spans) // parts
         self._saved[request.id] = stop
         self._waiting[request.id] = full - stop
@@ -127,7 +123,34 @@ class SaveQueue:
         hints = block_hints(request, first, stop, parts)
         return _Job(request.id, span.block_ids[first:stop], tuple(refs), tuple(spans), hints)
 
-    def _allocate(self, blocks: int) -> list[Span]:
+    def saved(self, request: RequestView, block_ids: Sequence[int], *, exact: bool) -> int:
+        """How many of a request's leading full blocks, which the device has in `block_ids`, need no saving any more."""
+        first = self._saved.get(request.id)
+        if first is None:
+            keys, parts = self._parts.keys(request.chain[: len(block_ids)]), len(self._parts)
+            first = self._store.wanted(keys, exact=exact, parts=parts)
+            first += self._copies.leading(block_ids[first:], keys[first * parts :])
+        return min(first, len(block_ids))
+
+    def leave(
+        self, request: RequestView, block_ids: Sequence[int], first: int, spans: Sequence[Span], jobs: Iterator[int]
+    ) -> dict[int, tuple[Save, ...]]:
+        """A save job for exact full blocks of a request from `first` on, before its blocks are written over."""
+        stop, parts = len(block_ids), len(self._parts)
+        refs = self._parts.refs(request.chain, first, stop, exact=True)
+        hints = block_hints(request, first, stop, parts)
+        return self._begin({next(jobs): _Job(request.id, tuple(block_ids[first:]), tuple(refs), tuple(spans), hints)})
+
+    def views(self, spans: Sequence[Span]) -> list[memoryview]:
+        """The staging memory of whole blocks."""
+        return [self._staging[at % len(self._parts)].view(span) for at, span in enumerate(spans)]
+
+    def free(self, spans: Sequence[Span]) -> None:
+        """Give the staging memory of whole blocks back."""
+        for part, region in enumerate(self._staging):
+            region.free(spans[part :: len(self._parts)])
+
+    def allocate(self, blocks: int) -> list[Span]:
         """Slots for all parts of up to so many blocks, block by block."""
         columns = [region.allocate(blocks) for region in self._staging]
         fitting = min(map(len, columns))
@@ -150,8 +173,7 @@ class SaveQueue:
             return
         parts = len(self._parts)
         blocks = len(job.block_ids) if good is None else good
-        buffers = [self._staging[at % parts].view(span) for at, span in enumerate(job.spans[: blocks * parts])]
-        items = list(zip(job.refs, buffers, strict=False))
+        items = list(zip(job.refs, self.views(job.spans[: blocks * parts]), strict=False))
         hints = None if job.hints is None else job.hints[: len(items)]
         self._putting.append((self._store.put(items, hints, parts=parts), job, blocks))
         self._drop("copy_failed", len(job.block_ids) - blocks)
@@ -166,11 +188,15 @@ class SaveQueue:
             if settled(future, None) is not None:
                 # No block that did not arrive: after a step that failed it holds anything.
                 self._copies.stored(job.block_ids[:arrived], job.refs)
-            for part, region in enumerate(self._staging):
-                region.free(job.spans[part :: len(self._parts)])
+            self.free(job.spans)
             self._open[job.request_id] -= 1
             self._open += Counter()
         self._putting = going
+
+    def settle(self, request_id: str) -> None:
+        """The request has nothing on the device any more, and no block that waits for staging memory."""
+        self._saved.pop(request_id, None)
+        self._waiting.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
         """The request ended."""

@@ -2,7 +2,8 @@
 
 A request's way through it:
 
-    match       look up -> gate -> acquire (Pending) -> leased, offered
+    swap_out    what was not saved is evacuated, the last block privately
+    match       look up -> gate -> acquire (Pending) -> leased, offered; what is kept privately after it
     allocated   fetch into host
     plan        fetched -> a load job for the workers; newly full blocks -> a save job;
                 blocks that leave the device and are not in host any more -> an evacuation
@@ -11,6 +12,7 @@ A request's way through it:
 What takes too long on the way is given up and computed instead: a tier that hangs costs its deadline, once.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -18,22 +20,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
+from kvtier.connector.ahead import Ahead
 from kvtier.connector.duplicates import DeviceCopies
-from kvtier.connector.futures import settled
+from kvtier.connector.futures import done, settled
 from kvtier.connector.gate import Gate
 from kvtier.connector.hinting import Hinting
 from kvtier.connector.options import ConnectorOptions
 from kvtier.connector.parts import Ended, Parts, Reports
 from kvtier.connector.saves import SaveQueue
+from kvtier.connector.swapping import Swaps
 from kvtier.cost import Decision
 from kvtier.cpu import StagingRegion
 from kvtier.errors import ConfigError
 from kvtier.hooks import Completed, FinishReason, Load, Match, Pending, RequestView, Step, TransferPlan, TransferResults
 from kvtier.keys import Namespace
-from kvtier.store import Lease, TieredStore
+from kvtier.store import Lease, Located, PrivateObject, TieredStore
 from kvtier.tiers import Owner
 
 __all__ = ["TierScheduler"]
+
+_DONE = done(Lease(""))
+_NONE = done(0)
 
 
 @dataclass(slots=True)
@@ -44,7 +51,8 @@ class _Loading:
                            on the device      to be loaded        to be computed
 
     The lease begins at block `base`, which was `first` when it was asked for: what the device has is neither verified
-    nor renewed.
+    nor renewed. The last blocks to be loaded may be the request's own, `private` ones. `tokens`: those of all blocks
+    before `stop`.
     """
 
     owner: Owner
@@ -53,6 +61,8 @@ class _Loading:
     base: int
     first: int
     stop: int
+    tokens: int = 0
+    private: tuple[PrivateObject, ...] = ()
     device_blocks: tuple[int, ...] = ()
     found_in: tuple[str, ...] = ()
     fetched: "Future[int] | None" = None
@@ -120,6 +130,8 @@ class TierScheduler:
         self._gate = Gate(store, block_size, sum(region.slot_bytes for region in regions), options)
         self._copies = DeviceCopies(store, len(self._parts), exclusive=options.copies == "exclusive")
         self._saves = SaveQueue(store, self._parts, block_size, regions, self._copies)
+        self._swaps = Swaps(store, self._parts, block_size, self._saves)
+        self._ahead = Ahead(store, self._parts, block_size)
         self._hinting = Hinting(store, self._parts)
         self._loading: dict[str, _Loading] = {}
         self._declined: set[str] = set()  # look-ups that ended with nothing, until the request is admitted
@@ -154,11 +166,23 @@ class TierScheduler:
 
     def _look_up(self, request: RequestView, first: int) -> _Loading | None:
         """Start to lease what is worth loading beyond the `first` blocks, which the device has."""
-        usable = min(len(request.chain), (request.num_tokens - 1) // self._block_size)
-        if request.id in self._declined or usable <= first:
+        usable, swap = (
+            min(len(request.chain), (request.num_tokens - 1) // self._block_size),
+            self._swaps.get(request.id),
+        )
+        if swap is not None and first <= swap.first:
+            usable = swap.first
+        if request.id in self._declined:
             return None
+        if swap is not None and swap.objects and swap.first <= first < swap.stop / self._block_size:
+            state = self._loading[request.id] = _Loading("", _DONE, math.inf, first, first, first)
+            return state
+        if usable <= first:
+            return None
+        # Who was swapped out goes on with what it had, or with equals.
+        lossy = request.lossy if swap is None else False
         keys, parts = self._parts.keys(request.chain[first:usable]), len(self._parts)
-        found = self._store.match(keys, parts=parts, lossy=request.lossy).tiers
+        found = self._store.match(keys, parts=parts, lossy=lossy).tiers
         if not found:
             return None
         wanted = self._gate.decide(request.id, found, first)
@@ -168,15 +192,17 @@ class TierScheduler:
         deadline = time.monotonic() + self._gate.patience(request.id)
         # A life of its own: what an earlier one still holds must not end with this one, nor the other way round.
         owner = f"{request.id}/{next(self._lives)}"
-        acquired = self._store.acquire(
-            keys[: wanted * parts], owner, parts=parts, lossy=request.lossy, deadline=deadline
-        )
+        acquired = self._store.acquire(keys[: wanted * parts], owner, parts=parts, lossy=lossy, deadline=deadline)
         state = self._loading[request.id] = _Loading(owner, acquired, deadline, first, first, first + wanted)
         return state
 
     def _offer(self, request_id: str, state: _Loading, first: int) -> Match:
         held = len(state.lease) if state.acquired.done() else 0
-        blocks = state.base + held - first
+        blocks, swap = state.base + held - first, self._swaps.get(request_id)
+        reached = max(state.base + held, first)
+        if swap is not None and swap.objects and swap.first <= reached < swap.stop / self._block_size:
+            state.first = first
+            return Match(swap.stop - first * self._block_size, swap.exact)
         if blocks <= 0:
             if first < state.stop:
                 self._declined.add(request_id)
@@ -192,27 +218,52 @@ class TierScheduler:
     def allocated(self, request: RequestView, block_ids: Sequence[int], external_tokens: int) -> None:
         """See `SchedulerHook.allocated`."""
         self._declined.discard(request.id)
+        self._ahead.end(request.id)
         self._hinting.admitted(request)
         if external_tokens == 0:
             self._let_go(request.id)
+            self._swaps.end(request.id)
             return
-        state = self._loading[request.id]
-        blocks = external_tokens // self._block_size
+        state, swap = self._loading[request.id], self._swaps.get(request.id)
+        blocks = -(-external_tokens // self._block_size)
         state.stop = state.first + blocks
-        start, stop = state.leased(blocks)
+        state.tokens = state.first * self._block_size + external_tokens
+        if swap is not None and state.tokens == swap.stop:
+            state.private = swap.objects[max(0, state.first - swap.first) * len(self._parts) :]
+        start, stop = state.leased(blocks - self._private_blocks(state))
         state.device_blocks = tuple(block_ids[state.first : state.stop])
         state.found_in = tuple(state.lease.tiers()[start:stop])
         state.deadline = time.monotonic() + self._gate.patience(request.id)
-        state.fetched = self._store.fetch(state.lease, start, stop, deadline=state.deadline)
+        state.fetched = self._store.fetch(state.lease, start, stop, deadline=state.deadline) if stop > start else _NONE
+
+    def _private_blocks(self, state: _Loading) -> int:
+        return len(state.private) // len(self._parts)
+
+    def swap_out(
+        self, request: RequestView, block_ids: Sequence[int], num_tokens: int, *, exact: bool, forced: bool
+    ) -> bool:
+        """See `SchedulerHook.swap_out`."""
+        if not (forced or self._gate.is_worth_keeping(num_tokens, len(block_ids))):
+            return False
+        return self._swaps.swap_out(request, block_ids, num_tokens, self._jobs, exact=exact)
+
+    def prefetch(self, request: RequestView) -> None:
+        """See `SchedulerHook.prefetch`."""
+        if request.id not in self._loading:
+            self._ahead.prefetch(request)
 
     def finished(self, request_id: str, reason: FinishReason) -> bool:
         """See `SchedulerHook.finished`: holds the blocks only while a load is writing to them."""
         self._saves.forget(request_id)
+        self._ahead.end(request_id)
         self._declined.discard(request_id)
         self._hinting.finished(request_id, reason)
         self._hinting.settle(self._saves.is_saving)
         self._let_go(request_id)
-        return request_id in self._loading
+        if request_id in self._loading:
+            return True
+        self._swaps.end(request_id)
+        return False
 
     def _let_go(self, request_id: str) -> None:
         """The request wants nothing any more: drop it, or wait for the job that writes to its blocks."""
@@ -235,7 +286,8 @@ class TierScheduler:
 
     def plan(self, step: Step) -> TransferPlan:
         """See `SchedulerHook.plan`."""
-        evacuations = self._saves.evacuate(self._copies.leaving(step.written), self._jobs)
+        evacuations = self._swaps.evacuations()
+        evacuations |= self._saves.evacuate(self._copies.leaving(step.written), self._jobs)
         loads: dict[int, tuple[Load, ...]] = {}
         now = time.monotonic()
         for request_id, state in list(self._loading.items()):
@@ -252,12 +304,15 @@ class TierScheduler:
         return TransferPlan(loads, saves, fences, evacuations)
 
     def _start_load(self, request_id: str, state: _Loading, fetched: int, loads: dict[int, tuple[Load, ...]]) -> None:
-        state.good = fetched
-        if fetched == 0:
+        parts, spans = len(self._parts), []
+        if fetched == len(state.device_blocks) - self._private_blocks(state):
+            spans = self._swaps.spans(state.private)
+        state.good = fetched + len(spans) // parts
+        if state.good == 0:
             self._end_load(request_id, state, 0)
             return
-        parts = len(self._parts)
-        located = self._store.located(state.lease, *state.leased(fetched))
+        located = self._store.located(state.lease, *state.leased(fetched)) if fetched else []
+        located += [Located(span, "raw") for span in spans[: len(spans) // parts * parts]]
         state.job = next(self._jobs)
         state.nbytes = sum(span.nbytes for span, _ in located)
         self._gate.link.started(state.nbytes)
@@ -270,14 +325,15 @@ class TierScheduler:
         """See `SchedulerHook.completed`."""
         for ended in self._reports.add(results):
             request_id = self._by_job.pop(ended.job, None)
-            if request_id is None:
-                self._saves.copied(ended.job, ended.good)
-            else:
+            if request_id is not None:
                 self._loaded(request_id, ended)
+            elif not self._swaps.copied(ended.job, ended.good):
+                self._saves.copied(ended.job, ended.good)
         self._saves.collect()
+        swapped = tuple(self._swaps.collect())
         self._hinting.settle(self._saves.is_saving)
         outbox, self._outbox = self._outbox, _Outbox()
-        return Completed(outbox.loaded, frozenset(outbox.failed), tuple(outbox.released))
+        return Completed(outbox.loaded, frozenset(outbox.failed), tuple(outbox.released), swapped)
 
     def _loaded(self, request_id: str, ended: Ended) -> None:
         state = self._loading[request_id]
@@ -285,12 +341,13 @@ class TierScheduler:
         if ended.good is None:
             self._gate.link.observe(state.nbytes, ended.seconds)
         good = state.good if ended.good is None else ended.good
-        lease, (start, stop) = state.lease, state.leased(good)
+        named = min(good, len(state.found_in))
+        lease, (start, stop) = state.lease, state.leased(named)
         if not state.abandoned:
             refs = [handle.ref for _, handle in lease.part(start, stop)]
-            self._copies.filled(state.device_blocks[:good], refs)
-            self._copies.stored(state.device_blocks[:good], refs)
-        for at, tier in enumerate(state.found_in[:good], start):
+            self._copies.filled(state.device_blocks[:named], refs)
+            self._copies.stored(state.device_blocks[:named], refs)
+        for at, tier in enumerate(state.found_in[:named], start):
             nbytes = lease.nbytes(at, at + 1)
             self._store.metrics.loaded_bytes.labels(tier).inc(nbytes)
             self._gate.learn(tier, nbytes)
@@ -301,12 +358,18 @@ class TierScheduler:
         if state.abandoned:
             self._outbox.released.append(request_id)
         else:
-            exact = state.lease.is_exact(*state.leased(good))
-            self._outbox.loaded[request_id] = (stop * self._block_size, exact)
+            tokens = state.tokens if stop == state.stop else stop * self._block_size
+            self._outbox.loaded[request_id] = (tokens, self._is_exact(request_id, state, good))
             if stop < state.stop:
                 self._outbox.failed.add(request_id)
+        self._swaps.end(request_id)
         del self._loading[request_id]
         self._release(state)
+
+    def _is_exact(self, request_id: str, state: _Loading, good: int) -> bool:
+        named, swap = len(state.found_in), self._swaps.get(request_id)
+        private = swap is None or swap.exact or good <= named
+        return private and state.lease.is_exact(*state.leased(min(good, named)))
 
     def _count_timeout(self, operation: str) -> None:
         self._store.metrics.errors.labels("connector", f"{operation}_timeout").inc()
@@ -320,10 +383,12 @@ class TierScheduler:
         """See `SchedulerHook.busy`. What the store is late with counts until its deadline only."""
         now = time.monotonic()
         late = any(not work.done() and now < deadline for work, deadline in self._late)
-        return bool(late or self._loading or self._outbox.loaded or self._outbox.released) or self._saves.busy
+        waiting = self._loading or self._outbox.loaded or self._outbox.released
+        return bool(late or waiting) or self._saves.busy or self._swaps.busy
 
     def close(self) -> None:
         """The engine is gone, and what its device held with it: other users of the store take no account of it."""
+        self._swaps.close()
         self._copies.close()
 
 

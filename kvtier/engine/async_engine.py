@@ -5,7 +5,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -25,6 +26,8 @@ _DRAIN_SECONDS = 5.0
 class _Mailbox:
     """From the engine's thread to one consumer in an event loop.
 
+    Of each sequence at most one output waits here: one that a slow consumer has not taken is joined with the next.
+
     Args:
         sequences: how many will end.
     """
@@ -32,21 +35,33 @@ class _Mailbox:
     def __init__(self, sequences: int) -> None:
         self.unfinished = sequences  # as the engine's thread sees it
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[RequestOutput | KVTierError] = asyncio.Queue()
+        self._waiting: dict[int, RequestOutput] = {}
+        self._error: KVTierError | None = None
+        self._arrived = asyncio.Event()
 
     def put(self, item: RequestOutput | KVTierError) -> bool:
         """From any thread. False if the event loop has ended, and with it the consumer."""
         try:
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._receive, item)
         except RuntimeError:
             return False
         return True
 
-    async def get(self) -> RequestOutput:
-        item = await self._items.get()
+    def _receive(self, item: RequestOutput | KVTierError) -> None:
         if isinstance(item, KVTierError):
-            raise item
-        return item
+            self._error = item
+        else:
+            earlier = self._waiting.pop(item.index, None)
+            self._waiting[item.index] = item if earlier is None else replace(item, delta=earlier.delta + item.delta)
+        self._arrived.set()
+
+    async def get(self) -> RequestOutput:
+        while not self._waiting:
+            if self._error is not None:
+                raise self._error
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._waiting.pop(next(iter(self._waiting)))
 
 
 class AsyncEngine:
@@ -68,8 +83,10 @@ class AsyncEngine:
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams | None = None, hints: RequestHints | None = None
-    ) -> AsyncIterator[RequestOutput]:
-        """Complete one prompt: yields an output for each token. Ending the iteration early aborts the request.
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt: yields an output for each token, or for several to a consumer that is slower than that.
+
+        Ending the iteration early aborts the request.
 
         Outputs of several sequences (`SamplingParams.n`) come as they are made; the iteration ends with the last one.
 

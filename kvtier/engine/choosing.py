@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvtier.engine.beam import candidates_per_beam
 from kvtier.engine.logits import adjust, is_adjusted
 from kvtier.engine.logprobs import token_logprobs
 from kvtier.engine.outputs import Sampled
@@ -98,42 +99,57 @@ class Chooser:
         ]
         tokens = iter(sample(self._adjusted(rows.sampled, logits[:count]), draws))
         results = [Sampled(tuple(self._accepted(run, tokens))) for run in rows.sampled]
-        return self._with_logprobs(rows.sampled, results, logits)
+        return self._with_candidates(rows.sampled, self._with_logprobs(rows.sampled, results, logits), logits)
 
     def _accepted(self, run: _Run, tokens: Iterator[int]) -> list[int]:
         chosen = [next(tokens) for _ in range(run.length)]
         good = sum(1 for _ in takewhile(bool, map(eq, chosen, run.request.drafts)))
         return chosen[: good + 1]
 
-    def _adjusted(self, blocks: Sequence[_Run], logits: Tensor) -> Tensor:
+    def _adjusted(self, runs: Sequence[_Run], logits: Tensor) -> Tensor:
         wanted, first = [], 0
-        for run in blocks:
+        for run in runs:
             request = run.request
             wanted += [
                 (first + at, request, request.num_output + at)
                 for at in range(run.length)
-                if is_adjusted(request.params, request.num_output + at)
+                if is_adjusted(request.params, request.num_output + at) and not request.params.beam_width
             ]
             first += run.length
         if not wanted:
             return logits
         own = logits.clone()
         for row, request, num_output in wanted:
-            if request.counts is not None:
-                request.counts.follow(request.tokens)
-            ends = request.params.stop_token_ids
-            adjust(own[row], request.params, num_output, self._ends(request) | ends, request.counts)
+            self._adjust(own[row], request, num_output)
         return own
 
-    def _ends(self, request: Request) -> frozenset[int]:
-        return frozenset() if request.params.ignore_eos else self._eos_ids
+    def _adjust(self, row: Tensor, request: Request, num_output: int) -> None:
+        if request.counts is not None:
+            request.counts.follow(request.tokens)
+        adjust(row, request.params, num_output, request.params.ends(self._eos_ids), request.counts)
 
-    def _with_logprobs(self, blocks: Sequence[_Run], results: list[Sampled], logits: Tensor) -> list[Sampled]:
+    def _with_candidates(self, runs: Sequence[_Run], results: list[Sampled], logits: Tensor) -> list[Sampled]:
+        first = 0
+        for at, run in enumerate(runs):
+            if run.request.params.beam_width:
+                results[at] = Sampled((), candidates=self._candidates(run.request, logits[first]))
+            first += run.length
+        return results
+
+    def _candidates(self, request: Request, row: Tensor) -> tuple[tuple[int, float], ...]:
+        # As transformers does it: penalties and masks change log-probabilities here, which are not normalised again.
+        scores = torch.log_softmax(row, dim=-1)
+        self._adjust(scores, request, request.num_output)
+        wanted = candidates_per_beam(request.params.beam_width, request.params.ends(self._eos_ids))
+        best, tokens = scores.topk(min(wanted, len(scores)))
+        return tuple(zip(tokens.tolist(), best.tolist(), strict=True))
+
+    def _with_logprobs(self, runs: Sequence[_Run], results: list[Sampled], logits: Tensor) -> list[Sampled]:
         rows: list[int] = []
         tokens: list[int] = []
         tops: list[int] = []
         first = 0
-        for run, result in zip(blocks, results, strict=True):
+        for run, result in zip(runs, results, strict=True):
             if (top := run.request.params.logprobs) is not None:
                 rows += range(first, first + len(result.tokens))
                 tokens += result.tokens
@@ -146,12 +162,12 @@ class Chooser:
             result
             if run.request.params.logprobs is None
             else Sampled(result.tokens, tuple(next(found) for _ in result.tokens))
-            for run, result in zip(blocks, results, strict=True)
+            for run, result in zip(runs, results, strict=True)
         ]
 
-    def _score(self, blocks: Sequence[_Run], logits: Tensor) -> None:
+    def _score(self, runs: Sequence[_Run], logits: Tensor) -> None:
         first = 0
-        for run in blocks:
+        for run in runs:
             request, start = run.request, run.position + 1
             tokens = request.tokens[start : start + run.length]
             tops = [request.params.prompt_logprobs or 0] * run.length

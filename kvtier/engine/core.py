@@ -2,19 +2,25 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import count
 from operator import index
 
+from kvtier.engine.beam import BeamSearch, Hypothesis
+from kvtier.engine.beam_group import BeamGroup
+from kvtier.engine.drafting import Proposer
 from kvtier.engine.models.registry import LoadedModel
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.outputs import EngineStats, RequestOutput, Sampled
 from kvtier.engine.params import SamplingParams
+from kvtier.engine.pipeline import Pipeline, Ran
 from kvtier.engine.plan import StepPlan
 from kvtier.engine.request import Request
 from kvtier.engine.runner import Runner
 from kvtier.engine.sampler import derived_seed
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.sequences import LiveRequest, LiveSequence, siblings
+from kvtier.engine.speculation import Speculation
 from kvtier.engine.text import TextStream
 from kvtier.engine.tokenizer import IncrementalDecoder
 from kvtier.errors import ConfigError, RequestError
@@ -34,10 +40,12 @@ class Engine:
         model: weights and tokenizer.
         options: sizes and limits.
         hooks: scheduler half and worker half of a KV connector.
+        proposer: guesses tokens ahead; the output is the same, sooner.
 
     Raises:
         CapacityError: the device memory is too small for one block.
-        ConfigError: `max_model_len` is more than the model or the device pool takes.
+        ConfigError: `max_model_len` is more than the model or the device pool takes, or steps are both pipelined and
+            guessed ahead.
     """
 
     def __init__(
@@ -45,16 +53,27 @@ class Engine:
         model: LoadedModel,
         options: EngineOptions | None = None,
         hooks: tuple[SchedulerHook, WorkerHook] | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.options = options or EngineOptions()
         self._tokenizer = model.tokenizer
         self._vocab = model.config.vocab
         self._hook = hooks[0] if hooks else None
         blocks, self.max_model_len = pool_size(model, self.options)
+        if proposer is not None and self.options.scheduling.pipelined:
+            raise ConfigError("pipelined steps and guessed tokens exclude each other: guesses need the latest token")
         pool = DevicePool(model.model.layout(self.options.block_size), blocks, model.model.device)
         self._blocks = pool.blocks
-        self._scheduler = Scheduler(pool.blocks, self.options.max_running, self.options.token_budget, self._hook)
+        self._scheduler = Scheduler(
+            pool.blocks,
+            self.options.max_running,
+            self.options.token_budget,
+            self._hook,
+            rules=self.options.scheduling,
+        )
         self._runner = Runner(model.model, pool, model.tokenizer.eos_ids, hooks[1] if hooks else None)
+        self._speculation = None if proposer is None else Speculation(proposer, self.options.draft_tokens)
+        self._pipeline = Pipeline(self._run) if self.options.scheduling.pipelined else None
         self._live: dict[str, LiveRequest] = {}  # by the ids that users know
         self._sequences: dict[str, LiveSequence] = {}  # by those that the scheduler knows
         self._numbers = count()
@@ -69,7 +88,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether transfers are under way: they need further steps, even when all requests are finished."""
-        return self._scheduler.busy
+        return self._scheduler.busy or (self._pipeline is not None and self._pipeline.busy)
 
     def add(
         self,
@@ -95,13 +114,15 @@ class Engine:
         if hints is not None and not isinstance(hints, RequestHints):
             raise RequestError(f"request {request_id!r} has hints {hints!r}: expected RequestHints")
         tokens = self._checked(request_id, prompt)
+        if chosen.sparse is not None:
+            self._runner.allow_sparse()
         self._check_token_ids(request_id, chosen.logit_bias, "logit_bias")
         self._check_token_ids(request_id, chosen.stop_token_ids, "stop_token_ids")
         seed = derived_seed(self.options.seed, next(self._numbers)) if chosen.seed is None else chosen.seed
         size, limit = self.options.block_size, self.max_model_len
         request = Request(request_id, tokens, chosen, seed, block_size=size, limit=limit, hints=hints)
         self._scheduler.add(request)
-        live = self._live[request_id] = LiveRequest(request_id)
+        live = self._live[request_id] = LiveRequest(request_id, self._beams(request))
         self._begin(live, self._sequence(request, live))
         live.unforked = [self._sequence(other, live, at) for at, other in enumerate(siblings(request), 1)]
 
@@ -133,6 +154,13 @@ class Engine:
         stream = TextStream(IncrementalDecoder(self._tokenizer), request.params.stop)
         return LiveSequence(request, stream, owner, index)
 
+    def _beams(self, request: Request) -> BeamGroup | None:
+        params = request.params
+        if not params.beam_width:
+            return None
+        most, ends = request.max_tokens - request.prompt_len, params.ends(self._tokenizer.eos_ids)
+        return BeamGroup(BeamSearch(params.beam_width, params.length_penalty, most, ends), request)
+
     def _begin(self, live: LiveRequest, sequence: LiveSequence) -> None:
         live.live[sequence.request.id] = self._sequences[sequence.request.id] = sequence
 
@@ -153,6 +181,9 @@ class Engine:
 
     def _forget(self, sequence: LiveSequence) -> None:
         owner = sequence.owner
+        self._runner.forget(sequence.request.id)
+        if self._speculation is not None:
+            self._speculation.forget(sequence.request.id)
         self._sequences.pop(sequence.request.id, None)
         owner.live.pop(sequence.request.id, None)
         if not (owner.live or owner.unforked):
@@ -169,23 +200,58 @@ class Engine:
 
         Without anything to compute it waits a moment for transfers. If it raises, the requests that it was to
         compute are gone; all others go on with the next step.
+
+        Under `SchedulingRules.pipelined` the outputs are those of the step before, and the next one runs meanwhile.
         """
+        proposing = self._propose()
         plan = self._scheduler.schedule()
+        if self._pipeline is not None:
+            return self._exchange(self._pipeline, plan)
         try:
-            self._runner.begin(plan)
-            began = time.perf_counter()
-            sampled = self._runner.compute(plan)
-            self._observe(plan, time.perf_counter() - began)
-            results = self._runner.end(plan.transfers)
+            ran = self._run(plan)
         except BaseException:
             self._fail(plan)
             raise
-        self._scheduler.update(plan, sampled, results)
+        return self._land(ran, proposing)
+
+    def _exchange(self, pipeline: Pipeline, plan: StepPlan) -> list[RequestOutput]:
+        """Account for the step under way, and start the next one."""
+        earlier = pipeline.plan
+        try:
+            ran = pipeline.wait()
+        except BaseException:
+            if earlier is not None:
+                self._fail(earlier)
+            self._scheduler.cancel(plan)
+            raise
+        outputs = [] if ran is None else self._land(ran, 0.0)
+        pipeline.start(plan)
+        return outputs
+
+    def _run(self, plan: StepPlan) -> Ran:
+        self._runner.begin(plan)
+        began = time.perf_counter()
+        sampled = self._runner.compute(plan)
+        seconds = time.perf_counter() - began
+        return Ran(plan, sampled, self._runner.end(plan.transfers), seconds)
+
+    def _land(self, ran: Ran, proposing: float) -> list[RequestOutput]:
+        """What a step brought goes to its requests; `proposing`: seconds that its guesses took."""
+        plan, sampled = ran.plan, ran.sampled
+        self._observe(plan, ran.seconds)
+        self._learn(plan, sampled, proposing + ran.seconds)
+        self._scheduler.update(plan, sampled, ran.results)
         if not plan.requests:
             time.sleep(_IDLE_SECONDS)
         for at in plan.samples:
-            self._fork(self._sequences[plan.requests[at].id].owner)
-        return [self._advance(plan.requests[at], result) for at, result in zip(plan.samples, sampled, strict=True)]
+            sequence = self._sequences.get(plan.requests[at].id)
+            if sequence is not None:
+                self._fork(sequence.owner)
+        return [
+            output
+            for at, result in zip(plan.samples, sampled, strict=True)
+            for output in self._advance(plan.requests[at], result)
+        ]
 
     def _fork(self, live: LiveRequest) -> None:
         """The prompt's KV is there: the sequences that wait for it share it from now on."""
@@ -197,15 +263,34 @@ class Engine:
             live.unforked = []
 
     def _fail(self, plan: StepPlan) -> None:
-        for request in plan.requests:
-            failed = self._sequences[request.id]
-            failed.owner.unforked = []
-            self._forget(failed)
+        sequences = [self._sequences[request.id] for request in plan.requests if request.id in self._sequences]
+        failed = {sequence.owner.id for sequence in sequences}
         results = TransferResults(failed=dict.fromkeys(plan.transfers.saves, 0))
         try:
             results = self._runner.cancel(plan.transfers)
         finally:
             self._scheduler.fail(plan, results)
+            for request_id in failed:
+                self.abort(request_id)
+
+    def _propose(self) -> float:
+        """Seconds that the guesses for this step took."""
+        if self._speculation is None:
+            return 0.0
+        began = time.perf_counter()
+        self._speculation.propose(sequence.request for sequence in self._sequences.values())
+        return time.perf_counter() - began
+
+    def _learn(self, plan: StepPlan, sampled: Sequence[Sampled], seconds: float) -> None:
+        if self._speculation is None:
+            return
+        spans = plan.step.spans
+        outcomes = [
+            (plan.requests[at], spans[at].stop - plan.requests[at].num_tokens, len(result.tokens))
+            for at, result in zip(plan.samples, sampled, strict=True)
+        ]
+        decodes = all(span.start == span.request.num_tokens - 1 for span in spans)
+        self._speculation.learn(outcomes, seconds, decodes_only=decodes)
 
     def _observe(self, plan: StepPlan, seconds: float) -> None:
         # Without a sampled token nobody waited for the device, and a decode's time says little about prefill.
@@ -214,16 +299,54 @@ class Engine:
             attended = sum((span.stop**2 - span.start**2) // 2 for span in plan.step.spans)
             self._hook.observe_prefill(plan.num_tokens, seconds, attended)
 
-    def _advance(self, request: Request, sampled: Sampled) -> RequestOutput:
-        sequence = self._sequences[request.id]
+    def _advance(self, request: Request, sampled: Sampled) -> list[RequestOutput]:
+        sequence = self._sequences.get(request.id)
+        if sequence is None:
+            return []  # a beam that another one's candidates have ended, or a request that ended meanwhile
+        if sequence.owner.beams is not None:
+            return self._search(sequence, sequence.owner.beams, sampled)
         sequence.logprobs += sampled.logprobs
         first = request.num_tokens - len(sampled.tokens)
         for length, token in enumerate(sampled.tokens, first + 1):
             reason = self._finish_reason(request, sequence.stream, token, length)
             if reason is not None:
                 request.cut(length)
-                return self._end(sequence, reason)
-        return sequence.output(None)
+                return [self._end(sequence, reason)]
+        return [sequence.output(None)]
+
+    def _search(self, sequence: LiveSequence, group: BeamGroup, sampled: Sampled) -> list[RequestOutput]:
+        """A beam brought its candidates; returns the outputs if that ends the search."""
+        if not group.bring(sequence.request, sampled.candidates):
+            return []
+        group.advance(self._scheduler, time.perf_counter())
+        owner, beams = sequence.owner, {beam.id for beam in group.beams}
+        for beam in group.beams:
+            if beam.id not in owner.live:
+                self._begin(owner, self._sequence(beam, owner))
+        for gone in [other for request_id, other in owner.live.items() if request_id not in beams]:
+            self._forget(gone)
+        if not group.search.done:
+            return []
+        best = group.search.hypotheses()[: sequence.request.params.n]
+        return [self._found(sequence, hypothesis, index) for index, hypothesis in enumerate(best)]
+
+    def _found(self, sequence: LiveSequence, hypothesis: Hypothesis, index: int) -> RequestOutput:
+        stream = TextStream(IncrementalDecoder(self._tokenizer))
+        for token in hypothesis.tokens:
+            stream.push(token)
+        stream.close()
+        request = sequence.request
+        return RequestOutput(
+            id=sequence.owner.id,
+            prompt_tokens=request.prompt_len,
+            token_ids=hypothesis.tokens,
+            text=stream.text,
+            delta=stream.take(),
+            finish_reason="stop" if hypothesis.ended else "length",
+            metrics=replace(request.metrics, output_tokens=len(hypothesis.tokens)),
+            index=index,
+            cumulative_logprob=hypothesis.logprob,
+        )
 
     def _finish_reason(self, request: Request, stream: TextStream, token: int, length: int) -> FinishReason | None:
         params = request.params
@@ -248,6 +371,8 @@ class Engine:
             device_hit_tokens=counters.device_hits,
             loaded_tokens=counters.loaded,
             computed_tokens=counters.computed,
+            draft_tokens=0 if self._speculation is None else self._speculation.proposed,
+            accepted_tokens=0 if self._speculation is None else self._speculation.accepted,
             num_blocks=self._blocks.num_blocks,
             free_blocks=self._blocks.free_blocks,
             kv_waste=(counters.slots_held - counters.slots_reached) / held,

@@ -1,8 +1,9 @@
 """EngineOptions: sizes and limits of one engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvtier.engine.rules import SchedulingRules
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ class EngineOptions:
         token_budget: tokens that a step computes at most.
         max_model_len: tokens of prompt and output together; None is what both the model and the pool take.
         seed: of requests that bring none of their own.
+        draft_tokens: guesses per request and step at most, where a proposer makes any.
+        scheduling: who is computed first, and who gives way.
 
     Raises:
         ConfigError: a value is out of range, or two exclude each other.
@@ -37,6 +40,8 @@ class EngineOptions:
     token_budget: int = 512
     max_model_len: int | None = None
     seed: int = 0
+    draft_tokens: int = 8
+    scheduling: SchedulingRules = field(default_factory=SchedulingRules)
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.memory_bytes is not None:
@@ -45,7 +50,15 @@ class EngineOptions:
             )
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed={self.seed}: expected 0..{2**64 - 1}")
-        for name in ("block_size", "num_blocks", "memory_bytes", "max_running", "token_budget", "max_model_len"):
+        for name in (
+            "block_size",
+            "num_blocks",
+            "memory_bytes",
+            "max_running",
+            "token_budget",
+            "max_model_len",
+            "draft_tokens",
+        ):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name}={value!r}: expected an integer, at least 1")
@@ -63,4 +76,6 @@ class EngineOptions:
             token_budget=settings.token_budget,
             max_model_len=settings.max_model_len,
             seed=settings.seed,
+            draft_tokens=settings.draft_tokens,
+            scheduling=SchedulingRules.from_config(settings),
         )

@@ -25,10 +25,12 @@ class Sampled(NamedTuple):
     """What one request got from one step.
 
     tokens: to be appended, in order: accepted draft tokens, then one more. logprobs: one for each, if asked for.
+    candidates: instead of tokens, for beam search: the likeliest ones with their log-probabilities, best first.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    candidates: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -45,6 +47,8 @@ class RequestMetrics:
         computed_tokens: prompt tokens whose KV was computed.
         load_seconds: time between the allocation of blocks for a load and the load's end.
         preemptions: times that it lost its blocks and started over.
+        draft_tokens: guesses that were computed with it.
+        accepted_tokens: those that were right.
     """
 
     arrival: float = 0.0
@@ -56,6 +60,8 @@ class RequestMetrics:
     computed_tokens: int = 0
     load_seconds: float = 0.0
     preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def ttft(self) -> float:
@@ -121,6 +127,8 @@ class EngineStats:
         device_hit_tokens: tokens whose KV was found in device memory.
         loaded_tokens: tokens whose KV was loaded through the hook.
         computed_tokens: tokens whose KV was computed.
+        draft_tokens: guesses that were computed.
+        accepted_tokens: those that were right.
         num_blocks: blocks of the device pool.
         free_blocks: those that no request holds, cached ones included.
         kv_waste: of the token slots that requests held, averaged over all steps: the share without a token, beyond
@@ -136,6 +144,8 @@ class EngineStats:
     device_hit_tokens: int
     loaded_tokens: int
     computed_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
     num_blocks: int
     free_blocks: int
     kv_waste: float

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from kvtier.engine.sparse import Sparse
 from kvtier.errors import RequestError
 
 __all__ = ["SamplingParams"]
@@ -22,6 +23,8 @@ class SamplingParams:
         max_tokens: tokens to generate at most; None is as many as the context takes.
         min_tokens: tokens to generate before one that ends the output may be chosen.
         n: sequences to generate from the prompt, whose KV they share.
+        beam_width: search with so many beams instead of token by token, and return the `n` best outputs; 0: no.
+        length_penalty: of beam search: outputs are ranked by logprob / length ** length_penalty.
         temperature: 0 picks the likeliest token (greedy); above, logits are divided by it.
         top_k: sample among the k likeliest tokens only; 0 is no limit.
         top_p: sample among the likeliest tokens that together have this probability, after `top_k`.
@@ -41,6 +44,7 @@ class SamplingParams:
         ttft_target: seconds in which the first token is wanted.
         tpot_target: seconds per further token that are wanted.
         speculate: let the engine guess tokens ahead, where it is set up to; the output is the same.
+        sparse: which blocks the output attends to, where that is not all; the output is then another one. None: all.
         accept_lossy: reuse KV that went through a lossy format; the output may differ. None: as the tiers are set.
 
     Raises:
@@ -50,6 +54,8 @@ class SamplingParams:
     max_tokens: int | None = 128
     min_tokens: int = 0
     n: int = 1
+    beam_width: int = 0
+    length_penalty: float = 1.0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -68,14 +74,19 @@ class SamplingParams:
     ttft_target: float | None = None
     tpot_target: float | None = None
     speculate: bool = True
+    sparse: Sparse | None = None
     accept_lossy: bool | None = None
 
     def __post_init__(self) -> None:
         self._check_integers()
         self._check_numbers()
+        if self.sparse is not None and not isinstance(self.sparse, Sparse):
+            raise RequestError(f"sparse={self.sparse!r}: expected Sparse(kind, ...), or none")
         if self.accept_lossy not in (None, True, False):
             raise RequestError(f"accept_lossy={self.accept_lossy!r}: expected true, false, or none for the default")
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if self.beam_width:
+            self._check_beams()
         object.__setattr__(self, "stop", _stop_texts(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
 
@@ -84,6 +95,7 @@ class SamplingParams:
             ("max_tokens", 1, None),
             ("min_tokens", 0, None),
             ("n", 1, _MAX_SEQUENCES),
+            ("beam_width", 0, _MAX_SEQUENCES),
             ("top_k", 0, None),
             ("logprobs", 0, _MAX_LOGPROBS),
             ("prompt_logprobs", 0, _MAX_LOGPROBS),
@@ -91,7 +103,7 @@ class SamplingParams:
             ("priority", -_MAX_SEED, _MAX_SEED),
         ):
             value = getattr(self, name)
-            if value is not None or name in ("min_tokens", "n", "top_k", "priority"):
+            if value is not None or name in ("min_tokens", "n", "beam_width", "top_k", "priority"):
                 _check_integer(name, value, low, high)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens}: expected at most max_tokens={self.max_tokens}")
@@ -105,7 +117,7 @@ class SamplingParams:
             raise RequestError(f"min_p={self.min_p!r}: expected a number in 0..1")
         if not (_is_real(self.repetition_penalty) and self.repetition_penalty > 0):
             raise RequestError(f"repetition_penalty={self.repetition_penalty!r}: expected a number above 0; 1 is none")
-        for name in ("presence_penalty", "frequency_penalty"):
+        for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
             if not _is_real(getattr(self, name)):
                 raise RequestError(f"{name}={getattr(self, name)!r}: expected a finite number; 0 is none")
         for name in ("ttft_target", "tpot_target"):
@@ -113,10 +125,23 @@ class SamplingParams:
             if value is not None and not (_is_real(value) and value > 0):
                 raise RequestError(f"{name}={value!r}: expected seconds above 0, or none")
 
+    def _check_beams(self) -> None:
+        if self.n > self.beam_width:
+            raise RequestError(f"n={self.n} with beam_width={self.beam_width}: expected at most as many as beams")
+        for name, neutral in (("temperature", 0), ("stop", ()), ("logprobs", None)):
+            if getattr(self, name) != neutral:
+                raise RequestError(
+                    f"{name}={getattr(self, name)!r} with beam_width={self.beam_width}: drop one of them"
+                )
+
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken, so that nothing is drawn."""
         return self.temperature == 0 or self.top_k == 1
+
+    def ends(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end the output, with a model whose end-of-sequence tokens are `eos_ids`."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos_ids
 
     @property
     def penalized(self) -> bool:

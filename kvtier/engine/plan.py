@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvtier.engine.latency import StepWork
 from kvtier.engine.request import Request
 from kvtier.gpu.table import BlockCopy
 from kvtier.hooks import Step, StepSpan, TransferPlan
@@ -13,6 +14,9 @@ __all__ = ["Draft", "StepPlan"]
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Everything a runner needs for one step.
+
+    A step that was planned while another one was under way may compute a token that only that one brings, and may
+    hold requests that have ended meanwhile: what it computes for those is of no use, and harms nobody.
 
     Args:
         step: the spans to compute, one per request, decodes first.
@@ -37,11 +41,16 @@ class StepPlan:
 
 @dataclass(slots=True)
 class _Share:
-    """One request's part of a draft: compute [request.num_computed, stop)."""
+    """One request's share of a draft: compute [start, stop)."""
 
     request: Request
+    start: int
     stop: int
     copies: list[BlockCopy]
+
+    @property
+    def is_decode(self) -> bool:
+        return self.start == self.request.num_tokens + self.request.pending - 1
 
 
 @dataclass(slots=True)
@@ -60,27 +69,52 @@ class Draft:
 
     def compute(self, request: Request, stop: int, copies: list[BlockCopy]) -> None:
         """Compute the request's tokens up to `stop`, after copying blocks."""
-        self.budget -= stop - request.num_computed
-        self._shares[request.id] = _Share(request, stop, copies)
+        self.budget -= stop - request.reach
+        self._shares[request.id] = _Share(request, request.reach, stop, copies)
 
     def receive(self, block_ids: Iterable[int]) -> None:
         """A load may write to these blocks from now on."""
         self._arriving.update(block_ids)
 
-    def withdraw(self, request: Request) -> None:
-        """The request loses its blocks: what was planned for it is off."""
+    def withdraw(self, request: Request) -> list[int]:
+        """The request loses its blocks: what was planned for it is off.
+
+        Returns:
+            The blocks that hold its KV, in order: of one that was to be copied, the original.
+        """
         self.withdrawn = True
         share = self._shares.pop(request.id, None)
+        originals: dict[int, int] = {}
         if share is not None:
-            self.budget += share.stop - request.num_computed
+            self.budget += share.stop - share.start
+            originals = {copy.dst: copy.src for copy in share.copies}
+        return [originals.get(block, block) for block in request.blocks.ids]
+
+    @property
+    def work(self) -> StepWork:
+        """What is in it so far."""
+        decodes = [share for share in self._shares.values() if share.is_decode]
+        total = sum(share.stop - share.start for share in self._shares.values())
+        last = sum(share.stop - share.start for share in decodes)
+        return StepWork(last, sum(share.start for share in decodes), total - last)
+
+    @property
+    def tightest_target(self) -> float | None:
+        """The least time per token that a request in it, which has its first one, wants; None: none does."""
+        targets = [
+            share.request.params.tpot_target
+            for share in self._shares.values()
+            if share.request.num_output and share.request.params.tpot_target is not None
+        ]
+        return min(targets, default=None)
 
     def step(self, index: int, block_size: int) -> Step:
         """The draft as the hook sees it."""
         spans, written = [], set(self._arriving)
         for share in self._shares.values():
             request, ids = share.request, tuple(share.request.blocks.ids)
-            spans.append(StepSpan(request, ids, request.num_computed, share.stop, request.exact))
-            written.update(ids[request.num_computed // block_size : -(-share.stop // block_size)])
+            spans.append(StepSpan(request, ids, share.start, share.stop, request.exact))
+            written.update(ids[share.start // block_size : -(-share.stop // block_size)])
             written.update(copy.dst for copy in share.copies)
         return Step(index, tuple(spans), frozenset(written))
 
@@ -90,7 +124,9 @@ class Draft:
         return StepPlan(
             step=step,
             requests=tuple(share.request for share in shares),
-            samples=tuple(at for at, share in enumerate(shares) if share.stop >= share.request.num_tokens),
+            samples=tuple(
+                at for at, share in enumerate(shares) if share.stop >= share.request.num_tokens + share.request.pending
+            ),
             copies=tuple(copy for share in shares for copy in share.copies),
             transfers=transfers,
         )

@@ -1,9 +1,13 @@
 """Request: one sequence's tokens, blocks and state. States change here and nowhere else.
 
 WAITING -> LOADING -> RUNNING -> FINISHED
-   |  ^                 ^  |
-   |  +---- preempted --|--+
-   +--------------------+            ABORTED can be reached from every state but FINISHED
+WAITING -> RUNNING                              nothing to load
+RUNNING -> WAITING                              preempted, to start over
+RUNNING -> SWAPPING_OUT -> SWAPPED              preempted, to go on where it was
+SWAPPED -> LOADING -> RUNNING                   and so it does
+SWAPPED -> RUNNING                              the device still holds all that could be kept
+WAITING, SWAPPING_OUT -> FINISHED               with the last token of a step that was under way
+any but FINISHED -> ABORTED
 """
 
 import enum
@@ -21,19 +25,28 @@ __all__ = ["Request", "State"]
 
 
 class State(enum.Enum):
-    """Where a request is on its way. Only RUNNING ones compute; LOADING and RUNNING ones hold device blocks."""
+    """Where a request is on its way. Only RUNNING ones compute; LOADING and RUNNING ones hold device blocks.
+
+    SWAPPING_OUT: preempted, its KV is on its way to other tiers; SWAPPED: it has arrived, as far as it could be kept.
+    """
 
     WAITING = "waiting"
     LOADING = "loading"
     RUNNING = "running"
+    SWAPPING_OUT = "swapping out"
+    SWAPPED = "swapped"
     FINISHED = "finished"
     ABORTED = "aborted"
 
 
 _NEXT = {
-    State.WAITING: {State.LOADING, State.RUNNING, State.ABORTED},
+    # FINISHED: it was preempted while the step that sampled its last token was under way.
+    State.WAITING: {State.LOADING, State.RUNNING, State.FINISHED, State.ABORTED},
     State.LOADING: {State.RUNNING, State.ABORTED},
-    State.RUNNING: {State.WAITING, State.FINISHED, State.ABORTED},
+    State.RUNNING: {State.WAITING, State.SWAPPING_OUT, State.FINISHED, State.ABORTED},
+    State.SWAPPING_OUT: {State.SWAPPED, State.FINISHED, State.ABORTED},
+    # RUNNING at once: the device still has all that could be kept.
+    State.SWAPPED: {State.LOADING, State.RUNNING, State.ABORTED},
     State.FINISHED: set(),
     State.ABORTED: set(),
 }
@@ -47,10 +60,14 @@ class Request:
                                             a decode; none: it pauses        them and then verified
     blocks     [0 .... published)           named in the device's prefix index
 
+    While steps that compute it are under way, KV up to `reach` will be there once they have run, and `pending` tokens
+    beyond `tokens` will be known. Only the scheduler looks that far ahead.
+
     Invariants:
         1. 0 <= published * block_size <= num_computed <= num_tokens.
-        2. `chain` names every full block of `tokens`, computed or not.
-        3. `exact` is true if and only if all KV in the table was computed from exact KV.
+        2. `chain` names every full block of `tokens`, computed or not; of sparse requests those of the prompt alone,
+           because no other may be shared.
+        3. `exact` is true if and only if all KV in the table, or that was swapped out, was computed from exact KV.
         4. The table is there exactly while LOADING or RUNNING.
 
     Args:
@@ -69,18 +86,26 @@ class Request:
         "_chain",
         "_chained",
         "_extras",
+        "birth",
         "counts",
         "drafts",
         "exact",
+        "guessing",
         "hints",
         "id",
         "max_tokens",
         "metrics",
         "num_computed",
+        "offered",
         "order",
+        "overtaken",
         "params",
+        "pending",
         "prompt_len",
         "published",
+        "rank",
+        "reach",
+        "resumed",
         "scores",
         "seed",
         "state",
@@ -108,7 +133,7 @@ class Request:
         self.prompt_len = len(prompt)
         wanted = limit if params.max_tokens is None else self.prompt_len + params.max_tokens
         self.max_tokens = min(wanted, limit)
-        self.order = 0
+        self._plan_afresh()
         self.state = State.WAITING
         self.table: BlockTable | None = None
         self.metrics = RequestMetrics()
@@ -121,9 +146,20 @@ class Request:
         self._chained = self.prompt_len
         self._forget_progress()
 
-    def sibling(self, request_id: str, params: SamplingParams, seed: int) -> "Request":
-        """Another request with the same prompt, that starts over."""
-        return Request(
+    def _plan_afresh(self) -> None:
+        """What only the scheduler writes: places in its queues, and what steps under way will bring."""
+        self.order = 0  # of arrival; a fork has its parent's
+        self.birth = 0
+        self.rank: tuple[float, int, int] = (0.0, 0, 0)  # the smallest first
+        self.overtaken = 0  # by how many, since it did not fit
+        self.offered = 0  # tokens, by the hook, at its latest look-up
+        self.resumed = 0  # the step that gave it blocks
+        self.pending = 0
+        self.guessing = False
+
+    def sibling(self, request_id: str, params: SamplingParams, seed: int, output: Sequence[int] = ()) -> "Request":
+        """Another request with the same prompt, and with an output of its own so far."""
+        other = Request(
             request_id,
             self.tokens[: self.prompt_len],
             params,
@@ -133,9 +169,13 @@ class Request:
             extras=self._extras,
             hints=self.hints,
         )
+        for token in output:
+            other._append(token)
+        other.metrics.output_tokens = len(output)
+        return other
 
     def _forget_progress(self) -> None:
-        self.num_computed = 0
+        self.num_computed = self.reach = 0
         self.published = 0
         self.exact = True
         self.drafts: tuple[int, ...] = ()
@@ -160,6 +200,25 @@ class Request:
         """Tokens whose KV is still to be computed before the next one can be sampled."""
         return len(self.tokens) - self.num_computed
 
+    @property
+    def ahead(self) -> int:
+        """Tokens to be computed beyond what steps under way will have done, the token that they sample included."""
+        return len(self.tokens) + self.pending - self.reach
+
+    @property
+    def plannable(self) -> bool:
+        """Whether the next step may compute it, while others are under way.
+
+        Not where those decide more than one token, or which one: drafts are verified, beams chosen among.
+        """
+        unknown = self.guessing or (self.pending > 0 and self.params.beam_width > 0)
+        return self.ahead > 0 and not unknown and len(self.tokens) + self.pending < self.max_tokens
+
+    @property
+    def goal(self) -> int:
+        """Up to where the next step computes it, if it may: its own tokens and the drafts that follow them."""
+        return len(self.tokens) + (self.pending or len(self.drafts))
+
     def inputs(self, start: int, stop: int) -> list[int]:
         """Tokens [start, stop) of what a step computes: the request's own, then its drafts."""
         own = self.tokens[start:stop]
@@ -173,7 +232,7 @@ class Request:
     @property
     def reusable_blocks(self) -> int:
         """Leading blocks that a cache may provide: at least the last token is always computed, for its logits."""
-        return 0 if self.to_be_scored else (len(self.tokens) - 1) // self._block_size
+        return 0 if self.to_be_scored else min(len(self.chain), (len(self.tokens) - 1) // self._block_size)
 
     @property
     def to_be_scored(self) -> bool:
@@ -191,10 +250,29 @@ class Request:
             raise RequestError(f"request {self.id!r} is {self.state.value} and holds no blocks")
         return self.table
 
+    def launch(self, stop: int, *, samples: bool) -> None:
+        """A step was planned that computes up to `stop`, and then samples or not."""
+        # How many of its drafts are right is not known before it has run.
+        self.guessing = stop > len(self.tokens) + self.pending
+        self.reach = min(stop, len(self.tokens) + self.pending)
+        self.pending += samples
+
+    def land(self) -> None:
+        """A step that sampled has ended; what it sampled is appended now, or by whoever chooses among it."""
+        self.pending -= 1
+        self.guessing = False
+
     def advance(self, stop: int) -> None:
-        """KV of the tokens up to `stop` was computed. Draft tokens among them do not count: `append` verifies them."""
+        """KV of the tokens up to `stop` was computed. Draft tokens among them do not count: `append` verifies them.
+
+        Where the request lost its blocks since the step was planned, nothing was.
+        """
+        if self.table is None:
+            return
         self.metrics.computed_tokens += max(0, min(stop, self.prompt_len) - self.num_computed)
         self.num_computed = min(stop, len(self.tokens))
+        if self.params.sparse is not None and stop > self.prompt_len:
+            self.exact = False
 
     def append(self, tokens: Sequence[int], now: float) -> None:
         """Further output tokens, sampled at `now`; of all but the last one the KV was computed with the drafts."""
@@ -206,7 +284,9 @@ class Request:
         metrics.output_tokens += len(tokens)
         for token in tokens:
             self._append(token)
-        self.num_computed += len(tokens) - 1
+        if self.table is not None:
+            self.num_computed += len(tokens) - 1
+        self.reach = max(self.reach, self.num_computed)
         self.drafts = ()
 
     def cut(self, num_tokens: int) -> None:
@@ -216,37 +296,49 @@ class Request:
 
     def _append(self, token: int) -> None:
         self.tokens.append(token)
-        if len(self.tokens) % self._block_size == 0:
+        if len(self.tokens) % self._block_size == 0 and self.params.sparse is None:
             self._chain.extend(self.tokens[self._chained :])
             self._chained = len(self.tokens)
 
     def start_loading(self, table: BlockTable, device_tokens: int, *, exact: bool = True) -> None:
-        """WAITING -> LOADING: the table's first `device_tokens` tokens are a prefix hit, the next ones on their way."""
+        """WAITING, SWAPPED -> LOADING: the first `device_tokens` tokens are a prefix hit, the next ones are coming."""
         self._move(State.LOADING)
         self._take(table, device_tokens, exact=exact)
 
     def start_running(self, table: BlockTable, device_tokens: int, *, exact: bool = True) -> None:
-        """WAITING -> RUNNING: the table's first `device_tokens` tokens are a prefix hit, and exact or not."""
+        """WAITING, SWAPPED -> RUNNING: the table's first `device_tokens` tokens are a prefix hit, and exact or not."""
         self._move(State.RUNNING)
         self._take(table, device_tokens, exact=exact)
 
     def _take(self, table: BlockTable, device_tokens: int, *, exact: bool) -> None:
         self.table = table
         self.exact = exact
-        self.num_computed = device_tokens
+        self.num_computed = self.reach = device_tokens
         self.published = device_tokens // self._block_size
 
     def finish_loading(self, good_tokens: int, *, exact: bool) -> None:
         """LOADING -> RUNNING: KV of the first `good_tokens` tokens is there, the rest is to be computed."""
         self._move(State.RUNNING)
         self.exact = self.exact and (exact or good_tokens == self.num_computed)
-        self.num_computed = good_tokens
+        self.num_computed = self.reach = good_tokens
 
     def preempt(self) -> BlockTable:
         """RUNNING -> WAITING: gives up its blocks, to start over; returns them."""
         self._move(State.WAITING)
         self._forget_progress()
         return self._give_table()
+
+    def swap_out(self) -> BlockTable:
+        """RUNNING -> SWAPPING_OUT: gives up its blocks, to go on where it was; returns them."""
+        self._move(State.SWAPPING_OUT)
+        exact = self.exact
+        self._forget_progress()
+        self.exact = exact
+        return self._give_table()
+
+    def finish_swap(self) -> None:
+        """SWAPPING_OUT -> SWAPPED: what could be kept of its KV has arrived where it is kept."""
+        self._move(State.SWAPPED)
 
     def end(self, state: State) -> BlockTable | None:
         """Any -> FINISHED or ABORTED: gives up its blocks, if it holds any; returns them."""

@@ -1,5 +1,6 @@
 """Runner: a step plan becomes tensors, a forward pass, sampled tokens. The engine's only room for torch."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 
@@ -10,7 +11,9 @@ from kvtier.engine.choosing import Chooser, Rows
 from kvtier.engine.models.base import CausalLM
 from kvtier.engine.outputs import Sampled
 from kvtier.engine.plan import StepPlan
-from kvtier.gpu.attention import PagedAttention
+from kvtier.gpu.attention import make_attention
+from kvtier.gpu.graphs import make_decode_graphs
+from kvtier.gpu.sparse import SparseAttention, SparseSpan
 from kvtier.gpu.storage import DevicePool
 from kvtier.hooks import TransferPlan, TransferResults, WorkerHook
 
@@ -31,15 +34,25 @@ class Runner:
         pool: the device's KV memory.
         eos_ids: tokens that end an output.
         worker: moves KV between the pool and other tiers, if anything does.
+        graphs: replay decode steps as CUDA graphs, where the attention can.
     """
 
     def __init__(
-        self, model: CausalLM, pool: DevicePool, eos_ids: frozenset[int], worker: WorkerHook | None = None
+        self,
+        model: CausalLM,
+        pool: DevicePool,
+        eos_ids: frozenset[int],
+        worker: WorkerHook | None = None,
+        *,
+        graphs: bool = False,
     ) -> None:
         self._model = model
         self._pool = pool
         self._chooser = Chooser(eos_ids)
-        self._attention = PagedAttention(pool, model.config.heads)
+        self._attention = make_attention(pool, model.config)
+        self._attending: Callable[..., torch.Tensor] = self._attention
+        self._sparse: SparseAttention | None = None
+        self._graphs = make_decode_graphs(model.forward, self._attention, pool) if graphs else None
         self._worker = worker
         if worker is not None:
             worker.register_pool(pool.as_bytes())
@@ -59,7 +72,7 @@ class Runner:
             with torch.inference_mode():
                 self._pool.copy_blocks(plan.copies)
         if self._worker is not None:
-            self._worker.begin(replace(first, loads=transfers.loads))
+            self._worker.begin(replace(first, loads=transfers.loads, overlapped=transfers.overlapped))
 
     def compute(self, plan: StepPlan) -> list[Sampled]:
         """The step; returns what was sampled for each of `plan.samples`."""
@@ -75,11 +88,17 @@ class Runner:
                 chain.from_iterable(range(span.start, span.stop) for span in spans), np.int64, ends[-1]
             )
             rows = Rows.of(plan)
-            self._attention.plan(spans)
             wanted = np.array(rows.indices(), np.int64)
-            logits = self._model.forward(
-                self._tensor(tokens), self._tensor(positions), self._attend, self._tensor(wanted)
-            )
+            logits = None
+            lone = np.array_equal(wanted, np.arange(ends[-1]))  # a token of each sequence, and one sampled after it
+            sparse = any(request.params.sparse is not None for request in plan.requests)
+            if self._graphs is not None and lone and not plan.transfers.overlapped and not sparse:
+                logits = self._graphs.run(spans, tokens)
+            if logits is None:
+                self._plan_attention(plan, sparse=sparse)
+                logits = self._model.forward(
+                    self._tensor(tokens), self._tensor(positions), self._attend, self._tensor(wanted)
+                )
             return self._chooser.choose(rows, logits)
 
     def end(self, transfers: TransferPlan) -> TransferResults:
@@ -96,10 +115,36 @@ class Runner:
         unsaved = dict.fromkeys(transfers.saves, 0)
         return TransferResults(ended.finished, ended.failed | unsaved, ended.seconds)
 
-    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(self, layer: int, q: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
         if self._worker is not None:
             self._worker.wait_layer(layer)
-        return self._attention(layer, q, k, v)
+        return self._attending(layer, q, *kv)
+
+    def _plan_attention(self, plan: StepPlan, *, sparse: bool) -> None:
+        if not sparse:
+            self._attention.plan(plan.step.spans)
+            self._attending = self._attention
+            return
+        asked = [SparseSpan(request.id, request.params.sparse) for request in plan.requests]
+        attention = self.allow_sparse()
+        attention.plan(plan.step.spans, asked)
+        self._attending = attention
+
+    def allow_sparse(self) -> SparseAttention:
+        """Sparse attention, made when it is first asked for.
+
+        Raises:
+            FormatMismatch: the model cannot have it.
+        """
+        if self._sparse is None:
+            config = self._model.config
+            self._sparse = SparseAttention(self._attention, self._pool, config.heads, config.windows)
+        return self._sparse
+
+    def forget(self, request_id: str) -> None:
+        """A sequence has ended. Unknown ids are tolerated."""
+        if self._sparse is not None:
+            self._sparse.forget(request_id)
 
     def _tensor(self, values: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._model.device)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from kvtier.engine.beam_group import BeamGroup
 from kvtier.engine.outputs import RequestOutput, TokenLogprobs
 from kvtier.engine.request import Request
 from kvtier.engine.sampler import derived_seed
@@ -55,11 +56,13 @@ class LiveRequest:
 
     Args:
         id: the user's.
+        beams: its beam search, if it asked for one.
         unforked: sequences that wait for the prompt's KV.
         live: sequences that are computed, by the ids that the scheduler knows them by.
     """
 
     id: str
+    beams: BeamGroup | None = None
     unforked: list[LiveSequence] = field(default_factory=list)
     live: dict[str, LiveSequence] = field(default_factory=dict)
 
@@ -70,5 +73,5 @@ def siblings(request: Request) -> Iterator[Request]:
     They are no longer asked for the prompt's log-probabilities, nor for siblings.
     """
     params = replace(request.params, n=1, prompt_logprobs=None)
-    for index in range(1, request.params.n):
+    for index in range(1, 1 if params.beam_width else request.params.n):
         yield request.sibling(f"{request.id}#{index}", params, derived_seed(request.seed, index))

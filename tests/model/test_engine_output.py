@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from kvtier import LLM, SamplingParams
 from kvtier.api import AsyncLLM
 from kvtier.engine import Engine, EngineOptions, RequestOutput
+from kvtier.engine.drafting import PromptLookup
 from kvtier.engine.models import LoadedModel, load_model
 
 pytestmark = pytest.mark.model
@@ -84,6 +86,44 @@ def test_amid_aborts(loaded: LoadedModel, prompts: list[list[int]], reference: l
             engine.abort(doomed.pop(dice.randrange(len(doomed))))
     assert [finished[f"keep-{number}"] for number in range(8)] == reference[:8]
     assert engine.stats().free_blocks == 64
+
+
+def test_guessing_ahead(loaded: LoadedModel, prompts: list[list[int]], reference: list[list[int]]) -> None:
+    # Each prompt with its own beginning of the answer again: what follows is in the prompt, more or less.
+    repeated = [prompt + answer[:12] + prompt for prompt, answer in zip(prompts[:6], reference, strict=False)]
+    plain = run(Engine(loaded, EngineOptions(num_blocks=256)), prompts[:6] + repeated)
+    engine = Engine(loaded, EngineOptions(num_blocks=256), proposer=PromptLookup())
+    assert run(engine, prompts[:6] + repeated) == plain
+    assert plain[:6] == reference[:6]
+    assert engine.stats().accepted_tokens > 0
+
+
+def test_forked(loaded: LoadedModel, prompts: list[list[int]], reference: list[list[int]]) -> None:
+    engine = Engine(loaded, EngineOptions(num_blocks=256, max_running=16))
+    for number, prompt in enumerate(prompts[:4]):
+        engine.add(str(number), prompt, replace(GREEDY, n=3))
+    finished = {}
+    while engine.has_work:
+        finished |= {(output.id, output.index): list(output.token_ids) for output in engine.step()}
+    assert finished == {(str(number), index): reference[number] for number in range(4) for index in range(3)}
+
+
+def test_beams_are_transformers_beams(default_model: Path, loaded: LoadedModel, prompts: list[list[int]]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32)
+    engine = Engine(loaded, EngineOptions(num_blocks=256))
+    for prompt in prompts[:2]:
+        expected = model.generate(
+            torch.tensor([prompt]), num_beams=3, num_return_sequences=3, max_new_tokens=8, do_sample=False
+        )[:, len(prompt) :].tolist()
+        eos = min(loaded.tokenizer.eos_ids)
+        expected = [row[: row.index(eos) + 1] if eos in row else row for row in expected]
+        engine.add("r", prompt, SamplingParams(max_tokens=8, beam_width=3, n=3))
+        found = []
+        while engine.has_work:
+            found += engine.step()
+        assert [list(output.token_ids) for output in found] == expected
 
 
 def test_prefix_hits_at_every_length_around_a_block(loaded: LoadedModel, prompts: list[list[int]]) -> None:

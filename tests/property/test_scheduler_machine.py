@@ -1,14 +1,29 @@
-"""The scheduler under random requests, loads, failures, aborts and a tiny pool: right outputs, no leak, progress."""
+"""The scheduler under random rules, requests, forks, guesses, swaps, loads, failures, aborts and a tiny pool.
+
+Right outputs, no leak, progress.
+"""
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_world import RandomFate, Stored, World, digest
+from scheduler_world import VOCAB, RandomFate, Stored, World, continuation, digest
 
 from kvtier.engine.request import State
+from kvtier.engine.rules import SchedulingRules
 
 # Prompts are beginnings of these, so that requests share prefixes of every length.
 TEXTS = ([*range(24)], [*range(9), *range(30, 45)], [7] * 24)
+RULES = st.builds(
+    SchedulingRules,
+    order=st.sampled_from(["fcfs", "priority", "slack", "longest_prefix"]),
+    victims=st.sampled_from(["fifo", "class", "slack", "cost"]),
+    preemption=st.sampled_from(["auto", "swap", "swap", "recompute"]),
+    ageing=st.sampled_from([1.0, 20.0]),
+    watermark=st.sampled_from([0.0, 0.01, 0.3]),
+    residency=st.sampled_from([0, 4, 16]),
+    prefetch_ahead=st.integers(0, 2),
+    pipelined=st.booleans(),
+)
 PROMPTS = st.builds(lambda text, length: text[:length], st.sampled_from(TEXTS), st.integers(1, 24))
 
 
@@ -19,24 +34,52 @@ class SchedulerMachine(RuleBasedStateMachine):
         running=st.integers(1, 4),
         budget=st.integers(1, 20),
         hook=st.sampled_from([True, True, True, False]),
+        rules=RULES,
+        stops=st.sampled_from([(), range(4)]),
     )
-    def start(self, seed: int, blocks: int, running: int, budget: int, hook: bool) -> None:
+    def start(
+        self, seed: int, blocks: int, running: int, budget: int, hook: bool, rules: SchedulingRules, stops: range
+    ) -> None:
         # Delays and failures have a generator of their own: drawn one by one, they would nearly all be zero.
         fate = RandomFate(seed) if hook else None
-        self.world = World(num_blocks=blocks, max_running=running, token_budget=budget, fate=fate)
+        sizes = {"num_blocks": blocks, "max_running": running, "token_budget": budget}
+        self.world = World(**sizes, fate=fate, rules=rules, stops=stops)
         self.numbers = 0
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), lossy=st.booleans())
-    def add(self, prompt: list[int], max_tokens: int, lossy: bool) -> None:
+    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), lossy=st.booleans(), priority=st.integers(0, 2))
+    def add(self, prompt: list[int], max_tokens: int, lossy: bool, priority: int = 0) -> None:
         room = self.world.pool.num_blocks * self.world.pool.block_size
         self.numbers += 1
-        self.world.add(f"{'lossy' if lossy else 'exact'}-{self.numbers}", prompt[: room - 1], max_tokens)
+        name = f"{'lossy' if lossy else 'exact'}-{self.numbers}"
+        self.world.add(name, prompt[: room - 1], max_tokens, priority=priority, ttft_target=10.0 * priority or None)
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
         for _ in range(count):
             self.world.step()
 
+    @precondition(lambda self: 0 < len(self.world.live) < 8)
+    @rule(data=st.data(), max_tokens=st.integers(1, 8))
+    def fork(self, data: st.DataObject, max_tokens: int) -> None:
+        parent = self.world.live[data.draw(st.sampled_from(sorted(self.world.live)))]
+        if parent.num_tokens < self.world.pool.num_blocks * self.world.pool.block_size:
+            self.numbers += 1
+            self.world.fork(parent, f"{parent.id[:5]}-fork-{self.numbers}", max_tokens)
+
+    @rule(right=st.integers(0, 3), count=st.integers(1, 4))
+    def guess(self, right: int, count: int) -> None:
+        """Drafts for all that decode, of which the first ones are right."""
+        for request in [request for request in self.world.live.values() if request.state is State.RUNNING]:
+            drafts = continuation(request.tokens, count)
+            self.world.draft(request, [*drafts[:right], *((token + 1) % VOCAB for token in drafts[right:])])
+        self.world.step()
+
+    @rule()
+    def preempt(self) -> None:
+        """As if the device were full."""
+        self.world.preempt_last()
+
+    @precondition(lambda self: not self.world.pipelined)
     @rule()
     def failing_step(self) -> None:
         self.world.step(fails=True)
@@ -88,11 +131,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "world"):
             self.world.drain()
-            self.world.check()
+            self.world.at_rest()
             self.world.check_outputs()
-            assert self.world.pool.used_blocks == 0
             assert self.world.indices == list(range(len(self.world.indices)))
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

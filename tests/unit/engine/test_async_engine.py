@@ -48,7 +48,7 @@ def test_many_callers_get_what_the_engine_alone_says(engine: Engine, served: Asy
         for number, outputs in enumerate(streams):
             assert outputs[-1].token_ids == expected[str(number)]
             assert "".join(output.delta for output in outputs) == outputs[-1].text
-            assert [output.finish_reason for output in outputs] == [None] * 11 + ["length"]
+            assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
         await at_rest(engine)
 
     asyncio.run(scenario())
@@ -137,3 +137,17 @@ def test_close_ends_what_runs_and_refuses_what_comes(served: AsyncEngine) -> Non
     asyncio.run(scenario())
     served.close()
     assert not served._thread.is_alive()
+
+
+def test_a_slow_consumer_gets_everything_in_fewer_pieces(served: AsyncEngine) -> None:
+    async def scenario() -> list[RequestOutput]:
+        outputs = []
+        async for output in served.generate([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True)):
+            outputs.append(output)  # noqa: PERF401  # it is slow
+            await asyncio.sleep(0.05)
+        return outputs
+
+    outputs = asyncio.run(scenario())
+    assert "".join(output.delta for output in outputs) == outputs[-1].text
+    assert len(outputs[-1].token_ids) == 40
+    assert len(outputs) < 40

@@ -185,6 +185,11 @@ class Recorder:
 
     def allocated(self, request: object, block_ids: object, external_tokens: int) -> None: ...
 
+    def swap_out(self, request: object, block_ids: object, num_tokens: int, *, exact: bool, forced: bool) -> bool:
+        return False
+
+    def prefetch(self, request: object) -> None: ...
+
     def plan(self, step: Step) -> TransferPlan:
         return TransferPlan(saves={step.index: ()}) if step.spans else TransferPlan()
 

@@ -26,6 +26,8 @@ MOVES = {
     State.LOADING: lambda request: request.start_loading(table(), 4),
     State.RUNNING: lambda request: request.start_running(table(), 4),
     State.WAITING: lambda request: request.preempt(),
+    State.SWAPPING_OUT: lambda request: request.swap_out(),
+    State.SWAPPED: lambda request: request.finish_swap(),
     State.FINISHED: lambda request: request.end(State.FINISHED),
     State.ABORTED: lambda request: request.end(State.ABORTED),
 }
@@ -33,6 +35,8 @@ PATHS = {
     State.WAITING: [],
     State.LOADING: [State.LOADING],
     State.RUNNING: [State.RUNNING],
+    State.SWAPPING_OUT: [State.RUNNING, State.SWAPPING_OUT],
+    State.SWAPPED: [State.RUNNING, State.SWAPPING_OUT, State.SWAPPED],
     State.FINISHED: [State.RUNNING, State.FINISHED],
     State.ABORTED: [State.ABORTED],
 }
@@ -42,7 +46,15 @@ LEGAL = {
     (State.WAITING, State.ABORTED),
     (State.LOADING, State.RUNNING),
     (State.LOADING, State.ABORTED),
+    (State.WAITING, State.FINISHED),
+    (State.SWAPPING_OUT, State.FINISHED),
     (State.RUNNING, State.WAITING),
+    (State.RUNNING, State.SWAPPING_OUT),
+    (State.SWAPPING_OUT, State.SWAPPED),
+    (State.SWAPPING_OUT, State.ABORTED),
+    (State.SWAPPED, State.LOADING),
+    (State.SWAPPED, State.RUNNING),
+    (State.SWAPPED, State.ABORTED),
     (State.RUNNING, State.FINISHED),
     (State.RUNNING, State.ABORTED),
 }

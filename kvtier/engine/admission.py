@@ -1,0 +1,166 @@
+"""Admission: which waiting requests get device blocks, and whether what they need is found, loaded or computed."""
+
+import enum
+from math import ceil
+
+from kvtier.engine.books import Books, Loading
+from kvtier.engine.plan import Draft
+from kvtier.engine.request import Request, State
+from kvtier.engine.room import Room
+from kvtier.gpu.table import BlockTable
+from kvtier.hooks import Pending
+
+__all__ = ["Admission"]
+
+# Requests whose look-up is under way do not hold up those behind them, but only this many are asked about in a step.
+_MAX_LOOKS = 16
+# One that does not fit lets so many others pass, then nobody.
+_MAX_OVERTAKEN = 4
+
+
+class _Outcome(enum.Enum):
+    ADMITTED = enum.auto()
+    SKIPPED = enum.auto()
+    BLOCKED = enum.auto()
+
+
+class Admission:
+    """Considers waiting requests, in their order, within one step at a time.
+
+    Args:
+        books: the scheduler's.
+        room: makes room for requests of better classes.
+    """
+
+    def __init__(self, books: Books, room: Room) -> None:
+        self._books = books
+        self._room = room
+        self._looks = 0
+        self._blocked: list[Request] = []
+        self._stalled: dict[str, int] = {}  # who did not fit into how many spare blocks
+
+    def begin(self) -> None:
+        """A step is planned."""
+        self._looks = 0
+        self._blocked = []
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody else gets blocks in this step."""
+        return self._looks >= _MAX_LOOKS or any(request.overtaken >= _MAX_OVERTAKEN for request in self._blocked)
+
+    def consider(self, request: Request, draft: Draft) -> None:
+        """Admit a waiting request if it fits."""
+        if request.state is State.SWAPPING_OUT:
+            return
+        self._looks += 1
+        outcome = self._admit(request, draft)
+        if outcome is _Outcome.BLOCKED:
+            self._blocked.append(request)
+        elif outcome is _Outcome.ADMITTED:
+            for other in self._blocked:
+                other.overtaken += 1
+
+    def forget(self, request: Request) -> None:
+        """The request waits no more."""
+        self._stalled.pop(request.id, None)
+
+    def _admit(self, request: Request, draft: Draft) -> _Outcome:
+        books = self._books
+        crowded = draft.withdrawn or books.num_active >= books.max_running
+        displaces = bool(self._room.givers(request))
+        spare = books.pool.free_blocks - self._headroom(request)
+        if not displaces and (crowded or spare <= self._stalled.get(request.id, spare - 1)):
+            return _Outcome.BLOCKED
+        table = BlockTable(books.pool, self._found(request))
+        if self._is_on_its_way(request, len(table.ids)):
+            table.release()
+            return _Outcome.SKIPPED
+        external = self._offered(request, table.capacity_tokens)
+        if external is None:
+            table.release()
+            return _Outcome.SKIPPED
+        missing = table.missing(request.num_tokens, table.capacity_tokens)
+        fits = not crowded and missing + self._headroom(request) <= books.pool.free_blocks
+        if not fits:
+            fits = displaces and self._room.displace(request, missing, draft)
+            if not fits:
+                self._stalled[request.id] = spare
+        if not fits or (external == 0 and draft.budget == 0):
+            table.release()
+            return _Outcome.BLOCKED
+        self._take(request, table, external, draft)
+        return _Outcome.ADMITTED
+
+    def _headroom(self, request: Request) -> int:
+        """Blocks that stay free for those that are active already, or this one would be preempted right away."""
+        books = self._books
+        if not books.num_moving:
+            return 0
+        steps = books.rules.residency if request.metrics.preemptions else 1
+        each = max(1, ceil(steps / books.pool.block_size))
+        return max(books.num_moving * each, ceil(books.rules.watermark * books.pool.num_blocks))
+
+    def _found(self, request: Request) -> list[int]:
+        """Blocks that the device has, each with one more reference."""
+        swapped = request.state is State.SWAPPED
+        if swapped and not request.exact:
+            # It goes on with its own KV, not with that of another that is as little exact.
+            return []
+        keys = request.chain[: request.reusable_blocks]
+        return self._books.pool.match(keys, exact=swapped or not request.lossy)
+
+    def _offered(self, request: Request, device_tokens: int) -> int | None:
+        """Tokens beyond the device's own that can be loaded; None if that is not known yet.
+
+        Whole blocks, but for what was kept of a request that was swapped out.
+        """
+        hook, size = self._books.hook, self._books.pool.block_size
+        again = self._books.rules.preemption == "recompute" and request.metrics.preemptions
+        if hook is None or again:
+            return 0
+        offer = hook.match(request, device_tokens)
+        if isinstance(offer, Pending):
+            return None
+        swapped = request.state is State.SWAPPED
+        most = (request.num_tokens - 1 if swapped else request.reusable_blocks * size) - device_tokens
+        whole = swapped and offer.tokens <= most
+        request.offered = offer.tokens if whole else max(0, min(offer.tokens, most)) // size * size
+        return request.offered
+
+    def _is_on_its_way(self, request: Request, device_blocks: int) -> bool:
+        """Whether an active request will soon publish the next block that this one could take from the device."""
+        if device_blocks >= request.reusable_blocks or request.state is State.SWAPPED:
+            return False
+        wanted = request.chain[device_blocks]
+        active = (*self._books.running, *(loading.request for loading in self._books.loading.values()))
+        return any(
+            other.published <= device_blocks < len(other.chain)
+            and other.chain[device_blocks] == wanted
+            # Only blocks that are sure to be exact are worth waiting for, unless others do as well.
+            and (request.lossy or (other.exact and not other.lossy))
+            for other in active
+        )
+
+    def _take(self, request: Request, table: BlockTable, external: int, draft: Draft) -> None:
+        books, device_tokens = self._books, table.capacity_tokens
+        books.waiting.remove(request)
+        self.forget(request)
+        request.overtaken = request.offered = 0
+        request.resumed = books.step
+        request.metrics.cached_tokens += device_tokens
+        books.counters.device_hits += device_tokens
+        exact = all(map(books.pool.is_exact, table.ids))
+        if external:
+            stop = device_tokens + external
+            table.extend(stop, device_tokens)
+            draft.receive(table.ids[device_tokens // books.pool.block_size :])
+            request.start_loading(table, device_tokens, exact=exact)
+            books.loading[request.id] = Loading(request, stop, books.clock())
+        else:
+            request.start_running(table, device_tokens, exact=exact)
+            books.run(request)
+            stop = min(request.num_tokens, device_tokens + draft.budget)
+            draft.compute(request, stop, table.extend(stop, device_tokens))
+        if books.hook is not None:
+            books.hook.allocated(request, table.ids, external)

@@ -1,0 +1,88 @@
+"""Room: who gives way where device blocks or places are missing, and how."""
+
+from kvtier.engine.books import Books
+from kvtier.engine.plan import Draft
+from kvtier.engine.request import Request
+from kvtier.engine.victims import VictimKey
+
+__all__ = ["Room"]
+
+
+class Room:
+    """Preempts running requests for others that are ahead of them.
+
+    Only those behind in the order give way, so that whoever is ahead of all makes progress; which one of them is the
+    victims' rule to say.
+
+    Args:
+        books: the scheduler's.
+        victim: the largest key gives way first.
+    """
+
+    def __init__(self, books: Books, victim: VictimKey) -> None:
+        self._books = books
+        self._victim = victim
+
+    def make(self, request: Request, stop: int, draft: Draft) -> bool:
+        """Preempt until a running request can grow to `stop`; False if it cannot in this step."""
+        books = self._books
+        while request.blocks.missing(stop, request.reach) > books.pool.free_blocks:
+            behind = [other for other in books.running if other.rank > request.rank]
+            if behind:
+                self.preempt(max(behind, key=self._key), draft)
+                continue
+            if not (books.loading or books.held):
+                self.preempt(request, draft)
+            # Otherwise blocks come back without anyone losing work: it pauses.
+            return False
+        return True
+
+    def displace(self, request: Request, blocks: int, draft: Draft) -> bool:
+        """Preempt `givers` until a waiting request has `blocks` and a place; False, and nobody, if not."""
+        books, worse = self._books, self.givers(request)
+        freeable = sum(books.pool.references(block) == 1 for other in worse for block in other.blocks.ids)
+        if not worse or blocks > books.pool.free_blocks + freeable:
+            return False
+        while worse and (blocks > books.pool.free_blocks or books.num_active >= books.max_running):
+            victim = max(worse, key=self._key)
+            worse.remove(victim)
+            self.preempt(victim, draft)
+        return blocks <= books.pool.free_blocks and books.num_active < books.max_running
+
+    def givers(self, request: Request) -> list[Request]:
+        """Who would give way to a waiting request: those of worse classes, or all, where they wait for such as it."""
+        books = self._books
+        if books.running and not (books.num_moving or books.held):
+            return list(books.running)
+        return [other for other in books.running if self._is_worse(other, request)] if books.order.classes else []
+
+    @staticmethod
+    def _is_worse(other: Request, request: Request) -> bool:
+        # By rank as well: who has waited long is not put back by newcomers of whatever class.
+        return other.params.priority > request.params.priority and other.rank > request.rank
+
+    def _key(self, request: Request) -> tuple[bool, float, float]:
+        rested = self._books.step - request.resumed >= self._books.rules.residency
+        return (rested or not request.metrics.preemptions, *self._victim(request))
+
+    def preempt(self, request: Request, draft: Draft) -> None:
+        """A running request loses its blocks: what they hold is kept elsewhere, or it starts over."""
+        books = self._books
+        ids = draft.withdraw(request)
+        books.running.remove(request)
+        request.metrics.preemptions += 1
+        books.counters.preemptions += 1
+        if self._keeps(request, ids):
+            books.counters.swaps += 1
+            request.swap_out().release()
+        else:
+            books.give_back(request.id, request.preempt(), "preempt")
+        books.waiting.add(request)
+
+    def _keeps(self, request: Request, block_ids: list[int]) -> bool:
+        hook, rule = self._books.hook, self._books.rules.preemption
+        # Who wants scores of the prompt must see all of it in one life.
+        if hook is None or rule == "recompute" or request.reach == 0 or request.to_be_scored:
+            return False
+        blocks = -(-request.reach // self._books.pool.block_size)
+        return hook.swap_out(request, block_ids[:blocks], request.reach, exact=request.exact, forced=rule == "swap")

@@ -1,0 +1,287 @@
+"""Guessing tokens ahead: never another output, and only where it pays."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny_model import EOS, TinyModel, tiny_model
+
+from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams
+from kvtier.engine.draft_model import DraftModel, check_vocabulary
+from kvtier.engine.drafting import PromptLookup, Proposer, Wish
+from kvtier.engine.models import LoadedModel
+from kvtier.engine.request import Request
+from kvtier.engine.speculation import PayMeter, Speculation
+from kvtier.errors import ConfigError
+
+PROMPTS = [[(7 * at + 3 * number) % 200 + 1 for at in range(length)] for number, length in enumerate((1, 4, 9, 30, 41))]
+CIRCLE = [1, 2, 3, 4, 5] * 6
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_model()
+
+
+class Oracle:
+    """Guesses from the known output, now and then wrongly. Implements `Proposer`."""
+
+    def __init__(self, outputs: dict[str, tuple[int, ...]], wrong_at: int = 0) -> None:
+        self.outputs = outputs
+        self.wrong_at = wrong_at
+        self.forgotten: list[str] = []
+
+    def propose(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
+        return [self._proposed(wish) for wish in wishes]
+
+    def _proposed(self, wish: Wish) -> tuple[int, ...]:
+        first = wish.request.num_output
+        guess = list(self.outputs[wish.request.id][first : first + wish.length])
+        if self.wrong_at and len(guess) >= self.wrong_at:
+            guess[self.wrong_at - 1] = (guess[self.wrong_at - 1] + 1) % 200
+        return tuple(guess)
+
+    def forget(self, request_id: str) -> None:
+        self.forgotten.append(request_id)
+
+
+def always(speculation: Speculation) -> None:
+    speculation._meter.pays = lambda requests: True  # type: ignore[method-assign]
+
+
+def engine_of(loaded: LoadedModel, proposer: Proposer | None = None, **options: int) -> Engine:
+    engine = Engine(loaded, EngineOptions(**{"block_size": 4, "num_blocks": 128} | options), proposer=proposer)
+    if engine._speculation is not None:
+        always(engine._speculation)
+    return engine
+
+
+def run(engine: Engine, params: SamplingParams, prompts: list[list[int]] = PROMPTS) -> dict[str, RequestOutput]:
+    for number, prompt in enumerate(prompts):
+        engine.add(str(number), prompt, params)
+    outputs = {}
+    while engine.has_work:
+        outputs |= {output.id: output for output in engine.step()}
+    assert engine.stats().free_blocks == engine.stats().num_blocks
+    return outputs
+
+
+DRAWN = SamplingParams(max_tokens=24, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+EVERY = [
+    GREEDY,
+    DRAWN,
+    SamplingParams(max_tokens=24, temperature=0.7, min_tokens=5, seed=1, logprobs=2),
+    SamplingParams(max_tokens=24, repetition_penalty=1.3, ignore_eos=True),
+    SamplingParams(max_tokens=24, logit_bias={9: 3.0}, ignore_eos=True),
+]
+
+
+@pytest.mark.parametrize("params", EVERY)
+@pytest.mark.parametrize("wrong_at", [0, 1, 3])
+@pytest.mark.parametrize(("blocks", "budget"), [(128, 64), (22, 7)])
+def test_the_output_is_the_one_without_guesses(
+    loaded: LoadedModel, params: SamplingParams, wrong_at: int, blocks: int, budget: int
+) -> None:
+    plain = run(engine_of(loaded), params)
+    oracle = Oracle({name: output.token_ids for name, output in plain.items()}, wrong_at)
+    engine = engine_of(loaded, oracle, num_blocks=blocks, token_budget=budget)
+    guessed = run(engine, params)
+    for name, output in guessed.items():
+        assert (output.token_ids, output.text, output.finish_reason) == (
+            plain[name].token_ids, plain[name].text, plain[name].finish_reason,
+        )  # fmt: skip
+        assert [score.token for score in output.logprobs or ()] == [score.token for score in plain[name].logprobs or ()]
+    assert sorted(set(oracle.forgotten)) == sorted(plain)
+    if params.repetition_penalty != 1:
+        assert engine.stats().draft_tokens == 0
+    elif not wrong_at and blocks == 128:
+        assert engine.stats().accepted_tokens == engine.stats().draft_tokens > 0
+        assert engine.stats().steps < 24
+
+
+def test_an_end_among_accepted_guesses_ends_the_output(loaded: LoadedModel) -> None:
+    plain = run(engine_of(loaded), GREEDY)
+    for name, output in plain.items():
+        stop = output.token_ids[6]
+        length = output.token_ids.index(stop) + 1
+        params = SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=frozenset({stop}))
+        engine = engine_of(loaded, Oracle({"0": output.token_ids}))
+        found = run(engine, params, [PROMPTS[int(name)]])["0"]
+        assert found.token_ids == output.token_ids[:length]
+        assert found.finish_reason == "stop"
+        assert found.metrics.output_tokens == length
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7])
+def test_guesses_end_where_the_output_must(loaded: LoadedModel, most: int) -> None:
+    plain = run(engine_of(loaded), GREEDY)
+    engine = engine_of(loaded, Oracle({name: output.token_ids for name, output in plain.items()}))
+    for name, output in run(engine, SamplingParams(max_tokens=most, ignore_eos=True)).items():
+        assert output.token_ids == plain[name].token_ids[:most]
+        assert output.finish_reason == "length"
+
+
+def test_requests_may_opt_out(loaded: LoadedModel) -> None:
+    engine = engine_of(loaded, PromptLookup())
+    run(engine, SamplingParams(max_tokens=24, ignore_eos=True, speculate=False), [CIRCLE])
+    assert engine.stats().draft_tokens == 0
+
+
+# ---- prompt lookup
+
+
+def wish(tokens: list[int], length: int, name: str = "r") -> Wish:
+    return Wish(Request(name, tokens, SamplingParams(), 0, block_size=4, limit=1000), length)
+
+
+def test_lookup_finds_what_followed_the_latest_tokens() -> None:
+    lookup = PromptLookup()
+    assert lookup.propose([wish([9, 8, 1, 2, 3, 7, 6, 5, 1, 2], 3)]) == [(3, 7, 6)]
+    assert lookup.propose([wish([9, 8, 1, 2, 3], 3, "other")]) == [()]
+    assert lookup.propose([wish(CIRCLE, 12, "circle")]) == [tuple(([1, 2, 3, 4, 5] * 3)[:12])]
+
+
+def test_the_longest_context_decides_and_then_the_latest() -> None:
+    tokens = [5, 1, 2, 3, 40, 0, 9, 2, 3, 50, 0, 5, 1, 2, 3]
+    assert PromptLookup().propose([wish(tokens, 1)]) == [(40,)]
+    assert PromptLookup().propose([wish([1, 2, 30, 0, 1, 2, 40, 0, 1, 2], 1)]) == [(40,)]
+
+
+def test_lookup_follows_a_growing_sequence() -> None:
+    lookup, asked = PromptLookup(), wish([1, 2, 3, 4], 2)
+    assert lookup.propose([asked]) == [()]
+    for token, expected in ((1, ()), (2, (3, 4)), (3, (4, 1)), (9, ())):
+        asked.request.append([token], 0.0)
+        assert lookup.propose([asked]) == [expected]
+    lookup.forget("r")
+    lookup.forget("nobody")
+
+
+def test_a_text_that_repeats_is_lookups_own_ground(loaded: LoadedModel) -> None:
+    params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias={})
+    plain = run(engine_of(loaded), params, [CIRCLE])
+    engine = engine_of(loaded, PromptLookup())
+    assert run(engine, params, [CIRCLE])["0"].token_ids == plain["0"].token_ids
+
+
+# ---- draft model
+
+
+def draft_of(loaded: LoadedModel, **settings: int) -> DraftModel:
+    sizes = {"memory_bytes": 1 << 20, "block_size": 4, "token_budget": 64} | settings
+    return DraftModel(loaded.model, **sizes)
+
+
+def test_a_draft_model_that_agrees_is_always_right(loaded: LoadedModel) -> None:
+    for params in (GREEDY, DRAWN):
+        plain = run(engine_of(loaded), params)
+        engine = engine_of(loaded, draft_of(loaded))
+        guessed = run(engine, params)
+        assert {name: output.token_ids for name, output in guessed.items()} == {
+            name: output.token_ids for name, output in plain.items()
+        }
+        assert engine.stats().accepted_tokens == engine.stats().draft_tokens > 50
+
+
+def test_a_draft_model_that_errs_costs_nothing_but_time(loaded: LoadedModel) -> None:
+    other = TinyModel(loaded.config)
+    other.head = loaded.model.head + 0.8 * torch.randn(  # type: ignore[attr-defined]
+        loaded.model.head.shape, generator=torch.Generator().manual_seed(2)  # type: ignore[attr-defined]
+    )  # fmt: skip
+    draft = DraftModel(other, 1 << 20, 4, 16)
+    for params in (GREEDY, DRAWN):
+        plain = run(engine_of(loaded), params)
+        engine = engine_of(loaded, draft)
+        guessed = run(engine, params)
+        assert {name: output.token_ids for name, output in guessed.items()} == {
+            name: output.token_ids for name, output in plain.items()
+        }
+        stats = engine.stats()
+        assert 0 < stats.accepted_tokens < stats.draft_tokens
+    assert draft._pool.blocks.free_blocks == draft._pool.blocks.num_blocks
+
+
+def test_a_draft_model_without_room_makes_no_guesses(loaded: LoadedModel) -> None:
+    block = loaded.model.layout(4).block_bytes()
+    engine = engine_of(loaded, draft_of(loaded, memory_bytes=3 * block))
+    run(engine, GREEDY, [PROMPTS[3]])
+    assert engine.stats().draft_tokens == 0
+
+
+def test_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match="300 tokens"):
+        check_vocabulary(200, 300)
+
+
+# ---- the distribution
+
+
+def test_drawn_tokens_keep_their_distribution(loaded: LoadedModel) -> None:
+    """Of the second token, which is where a guess can be right or wrong."""
+    prompt, count = CIRCLE, 400
+    limited = {"temperature": 1.0, "top_k": 4, "max_tokens": 2, "ignore_eos": True}
+
+    def second(proposer: Proposer | None, first_seed: int) -> Counter[tuple[int, ...]]:
+        engine = engine_of(loaded, proposer, max_running=64, num_blocks=1000, token_budget=2048)
+        for number in range(count):
+            engine.add(str(number), prompt, SamplingParams(seed=first_seed + number, **limited))  # type: ignore[arg-type]
+        outputs = []
+        while engine.has_work:
+            outputs += [output.token_ids for output in engine.step() if output.finish_reason]
+        return Counter(outputs)
+
+    class Fixed:
+        def propose(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
+            return [(EOS + 7,) for _ in wishes]
+
+        def forget(self, request_id: str) -> None:
+            pass
+
+    plain, guessed = second(None, 0), second(Fixed(), 0)
+    assert plain == guessed
+
+
+# ---- whether it pays
+
+
+def test_a_request_that_guesses_badly_is_left_alone_for_longer_and_longer() -> None:
+    request = wish([1, 2, 3], 1).request
+    request.max_tokens = 500
+    speculation = Speculation(PromptLookup(), 8)
+    asked = []
+    for step in range(60):
+        wanted = speculation._wish(request)
+        if wanted is not None:
+            asked.append(step)
+            speculation.learn([(request, wanted.length, 1)], 0.01, decodes_only=True)
+    gaps = [later - earlier for earlier, later in pairwise(asked)]
+    assert gaps == [2, 3, 5, 9, 17]
+
+
+def test_a_request_that_guesses_well_gets_more() -> None:
+    request = wish([1, 2, 3], 1).request
+    request.max_tokens = 500
+    speculation = Speculation(PromptLookup(), 8)
+    lengths = []
+    for accepted in (2, 4, 8, 3, 4):
+        wanted = speculation._wish(request)
+        assert wanted is not None
+        lengths.append(wanted.length)
+        speculation.learn([(request, wanted.length, accepted + 1)], 0.01, decodes_only=True)
+    assert lengths == [2, 4, 8, 8, 4]
+
+
+@pytest.mark.parametrize(("cost", "pays"), [(1.5, True), (3.0, False)])
+def test_the_meter_finds_what_pays(cost: float, pays: bool) -> None:
+    """Drafts bring two tokens a step in place of one, and make it longer."""
+    meter = PayMeter()
+    choices = []
+    for _ in range(1000):
+        drafted = meter.pays(4)
+        choices.append(drafted)
+        meter.learn(4, 8 if drafted else 4, cost if drafted else 1.0, drafted=drafted)
+    assert choices[10:].count(pays) >= 0.98 * len(choices[10:])
+    assert not all(choice == pays for choice in choices[10:])
