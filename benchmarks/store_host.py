@@ -31,7 +31,7 @@ __all__ = ["BATCH", "Blocks", "HostWork", "fresh_refs", "run"]
 BATCH = 16
 PAGE = 4096
 TOTAL = 256 << 20
-KIBS = (64, 256, 1024, 4096)
+SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 THREADS = (1, 4)
 
 _serial = itertools.count(1)
@@ -190,14 +190,14 @@ class HostWork:
         self.store.close()
 
 
-def measure(report: Report, kib: int, threads: int, rounds: int) -> None:
-    source = Blocks.private(kib << 10, TOTAL, seed=kib)
-    target = Blocks.private(kib << 10, TOTAL)
+def measure(report: Report, size: int, threads: int, rounds: int) -> None:
+    source = Blocks.private(size, TOTAL, seed=size)
+    target = Blocks.private(size, TOTAL)
     slab = HostSlab(TOTAL)
-    shared = Blocks(slab.region.array, kib << 10)
+    shared = Blocks(slab.region.array, size)
     work = HostWork(source, target, threads)
     work.check()
-    params = {"block_kib": kib, "batch": BATCH, "threads": threads}
+    params = {"block_kib": size >> 10, "batch": BATCH, "threads": threads}
     puts = interleaved(
         {
             "tier": work.put(work.put_in_tier),
@@ -227,8 +227,8 @@ def measure(report: Report, kib: int, threads: int, rounds: int) -> None:
     slab.close()
 
 
-def run(report: Report, quick: bool) -> None:  # noqa: FBT001  every section's signature
+def run(report: Report, quick: bool, sizes: Sequence[int] = SIZES) -> None:  # noqa: FBT001  every section's signature
     """Add `host.*`."""
-    for kib in KIBS:
+    for size in sizes:
         for threads in THREADS:
-            measure(report, kib, threads, 3 if quick else 15)
+            measure(report, size, threads, 3 if quick else 15)

@@ -7,7 +7,7 @@ with LLM(tiering={"host": {"capacity": "1GiB"}, "nvme": {"path": "/var/cache/kvt
 """
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -17,9 +17,11 @@ from typing import Any, Self, TypeAlias, overload
 import torch
 from kvtier_engine import Connection, connect
 
-from kvtier.config import Config, load_config
+from kvtier.config import Config, EngineSettings, load_config
 from kvtier.engine import AsyncEngine, Engine, EngineOptions, EngineStats, RequestOutput, SamplingParams
 from kvtier.engine.core import pool_size
+from kvtier.engine.draft_model import DraftModel, check_vocabulary
+from kvtier.engine.drafting import PromptLookup, Proposer
 from kvtier.engine.models import LoadedModel, load_model
 from kvtier.engine.models.catalog import cache_dir, fetch_default_model
 from kvtier.errors import ConfigError, KVTierError, RequestError
@@ -58,8 +60,9 @@ class _Stack:
             raise
 
     def _engine(self, options: EngineOptions, layout: Layout) -> Engine:
+        proposer = _proposer(self.config.engine, self.model, options)
         if self.store is None:
-            return Engine(self.model, options)
+            return Engine(self.model, options, proposer=proposer)
         tiering = self.config.tiering
         self.connection = connect(
             self.store,
@@ -69,7 +72,7 @@ class _Stack:
             recompute_gate=tiering.recompute_gate,
             copies="inclusive" if tiering.host is None else tiering.host.copies,
         )
-        return Engine(self.model, options, (self.connection.scheduler, self.connection.worker))
+        return Engine(self.model, options, (self.connection.scheduler, self.connection.worker), proposer)
 
     def encode(self, prompt: Prompt) -> list[int]:
         return self.model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -117,7 +120,17 @@ def _load(config: Config) -> LoadedModel:
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("model.device = 'cuda': no CUDA device is visible; use 'cpu' or 'auto'")
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return load_model(source, dtype, device)
+    return load_model(source, dtype, device, settings.weights)
+
+
+def _proposer(settings: EngineSettings, model: LoadedModel, options: EngineOptions) -> Proposer | None:
+    if settings.speculative == "off":
+        return None
+    if settings.speculative == "prompt_lookup":
+        return PromptLookup()
+    draft = load_model(settings.speculative, model.model.dtype, model.model.device)
+    check_vocabulary(model.config.vocab, draft.config.vocab)
+    return DraftModel(draft.model, settings.draft_memory, options.block_size, options.token_budget)
 
 
 def _overrides(
@@ -356,7 +369,7 @@ class AsyncLLM:
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, hints: RequestHints | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt: yields an output for each new piece of text. Cancelling the consumer aborts it."""
         return self._engine.generate(self._stack.encode(prompt), self._stack.params(params), hints)
 
@@ -366,7 +379,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         hints: RequestHints | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation, as `generate` does."""
         return self.generate(self._stack.encode_chat(messages), params, hints=hints)
 

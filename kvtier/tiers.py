@@ -46,6 +46,7 @@ __all__ = [
     "TierCaps",
     "block_checksum",
     "checksum_head",
+    "checksum_heads",
     "expired",
 ]
 
@@ -153,10 +154,12 @@ class Done:
 class Ticket:
     """A submitted batch. Take its result once, by `wait` or through the tier's `poll`."""
 
-    __slots__ = ("__weakref__", "_ready", "_result")
+    __slots__ = ("__weakref__", "_pending", "_result")
 
     def __init__(self) -> None:
-        self._ready = threading.Event()
+        # Locked until the result is there: a tenth of the work of an Event, and most tickets are never waited for.
+        self._pending = threading.Lock()
+        self._pending.acquire()
         # Not a Done, which refers back: a dropped ticket must go at once, and its handles with it.
         self._result: tuple[tuple[Status, ...], tuple[Handle, ...]] | None = None
 
@@ -171,7 +174,9 @@ class Ticket:
         Raises:
             TierTimeout: `timeout` seconds passed. The work goes on and may still complete.
         """
-        self._ready.wait(timeout)
+        limit = -1 if timeout is None else min(max(timeout, 0), threading.TIMEOUT_MAX)
+        if self._result is None and self._pending.acquire(timeout=limit):
+            self._pending.release()
         done = self.done
         if done is None:
             raise TierTimeout(f"no result within {timeout} s; wait again or abort the operation")
@@ -180,7 +185,7 @@ class Ticket:
     def finish(self, statuses: Sequence[Status], handles: Sequence[Handle] = ()) -> "Ticket":
         """Called once, by the tier: publish the result and wake whoever waits."""
         self._result = (tuple(statuses), tuple(handles))
-        self._ready.set()
+        self._pending.release()
         return self
 
 
@@ -356,6 +361,12 @@ def block_checksum(ref: BlockRef, fmt: str, data: memoryview | bytes) -> bytes:
 def checksum_head(ref: BlockRef, fmt: str) -> bytes:
     """What a block's checksum is bound to beside its bytes: key, namespace and format, 64 bytes."""
     return ref.key + _namespace_and_format(ref.ns, fmt)
+
+
+def checksum_heads(handles: Sequence[Handle]) -> list[bytes]:
+    """`checksum_head` of each handle's record."""
+    rest = _namespace_and_format
+    return [handle.ref.key + rest(handle.ref.ns, handle.fmt) for handle in handles]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -53,8 +53,7 @@ def namespace_of(model: LoadedModel, layout: Layout, salt: str = "") -> Namespac
 def prefill_shape(model: LoadedModel) -> PrefillShape:
     """How the work of this model's prefill grows with depth: 2 P for a token, and a for each one it attends to."""
     config = model.config
-    attended = config.layers * config.heads * 2 * config.head_dim
-    return PrefillShape(attended / (2 * config.block_params))
+    return PrefillShape(config.pair_work / (2 * config.block_params))
 
 
 def connect(

@@ -20,6 +20,8 @@ class Entry(NamedTuple):
 
 COMMANDS = {
     "demo": Entry("kvtier.cli.demo:demo", "One prompt prefix, computed once and found again in every tier."),
+    "serve": Entry("kvtier.cli.serve:serve", "The OpenAI-compatible server."),
+    "chat": Entry("kvtier.cli.chat:chat", "A conversation in the terminal, with a model here or a server."),
     "replay": Entry("kvtier.cli.replay:replay", "A published trace of LLM requests through the real store."),
     "model": Entry("kvtier.cli.models:app", "Fetch and find the default model."),
     "doctor": Entry("kvtier.cli.doctor:doctor", "Find what keeps tiers from being of use on this machine."),

@@ -18,6 +18,7 @@ from kvtier.config.schema import (
     LogSettings,
     ModelSettings,
     NvmeSettings,
+    ServerSettings,
     TieringSettings,
 )
 from kvtier.config.sizes import format_size, parse_size
@@ -30,6 +31,7 @@ __all__ = [
     "LogSettings",
     "ModelSettings",
     "NvmeSettings",
+    "ServerSettings",
     "Setting",
     "TieringSettings",
     "format_size",

@@ -15,6 +15,7 @@ __all__ = [
     "LogSettings",
     "ModelSettings",
     "NvmeSettings",
+    "ServerSettings",
     "TieringSettings",
 ]
 
@@ -48,7 +49,10 @@ _AnySize: TypeAlias = Annotated[int, Field(le=_MAX), BeforeValidator(parse_size)
 _Size: TypeAlias = Annotated[int, Field(ge=1, le=_MAX), BeforeValidator(parse_size), _SizeText]
 _Seed: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 64), BeforeValidator(_whole)]
 _Count: TypeAlias = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+_Whole: TypeAlias = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+_Port: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 16), BeforeValidator(_whole)]
 _Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Share: TypeAlias = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 _Name: TypeAlias = Annotated[str, BeforeValidator(_named)]
 _Directory: TypeAlias = Annotated[Path, BeforeValidator(_filled), AfterValidator(Path.expanduser)]
 _Source: TypeAlias = Annotated[
@@ -81,6 +85,11 @@ class ModelSettings(_Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where the model runs; auto: cuda where a device is visible"
     )
+    weights: Literal["auto", "int8"] = Field(
+        default="auto",
+        description="How matrices are kept; auto: in dtype; int8: 8 bits each, half of bfloat16, and rounded, so "
+        "outputs and KV are another model's",
+    )
 
 
 class EngineSettings(_Section):
@@ -99,6 +108,37 @@ class EngineSettings(_Section):
         default=None, description="Tokens of one request, prompt and output; none: the model's own limit"
     )
     seed: _Seed = Field(default=0, description="What requests that bring no seed derive theirs from")
+    order: Literal["fcfs", "priority", "slack", "longest_prefix"] = Field(
+        default="fcfs",
+        description="Who is computed first: who came first, the better class, whose first token is due, or whose "
+        "prompt the device holds most of",
+    )
+    victims: Literal["fifo", "class", "slack", "cost"] = Field(
+        default="fifo",
+        description="Who gives way where blocks are missing: who came last, the least important, whose next token is "
+        "due last, or who frees most for what it costs to bring back",
+    )
+    preemption: Literal["auto", "swap", "recompute"] = Field(
+        default="auto", description="Whether who gives way is kept in other tiers or computed again; auto: the cheaper"
+    )
+    ageing: _Seconds = Field(default=30.0, description="Seconds of waiting that weigh as much as one class")
+    watermark: _Share = Field(
+        default=0.01, description="Share of the blocks that stay free when a request is admitted beside others"
+    )
+    residency: _Whole = Field(
+        default=16, description="Steps that who lost its blocks is left alone after it got some again, if possible"
+    )
+    prefetch_ahead: _Whole = Field(
+        default=4, description="Waiting requests whose KV is brought to host memory meanwhile"
+    )
+    pipelined: bool = Field(default=False, description="Plan the next step while one is running")
+    speculative: str = Field(
+        default="off",
+        description="Who guesses tokens ahead, for the same output sooner: off, prompt_lookup, or the path of a small "
+        "model with the same vocabulary",
+    )
+    draft_tokens: _Count = Field(default=8, description="Tokens guessed ahead per request and step, at most")
+    draft_memory: _Size = Field(default=256 << 20, description="Memory for a small model's own KV")
 
     @model_validator(mode="after")
     def _one_pool_size(self) -> Self:
@@ -183,6 +223,29 @@ class TieringSettings(_Section):
         return self
 
 
+class ServerSettings(_Section):
+    """The OpenAI-compatible server."""
+
+    host: _Name = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 and :: are all addresses")
+    port: _Port = Field(default=8000, description="TCP port; 0: any free one")
+    served_model_name: _Name | None = Field(
+        default=None, description="What clients call the model; none: the name of its directory or file"
+    )
+    api_key_file: _Directory | None = Field(
+        default=None, description="File of accepted API keys, one a line; none: every caller is served"
+    )
+    max_waiting: _Whole = Field(
+        default=64, description="Sequences beyond engine.max_running that may wait; what comes then is refused with 429"
+    )
+    max_body: _Size = Field(default=8 * _MIB, description="Size of a request's body, at most")
+    drain_timeout: _Seconds = Field(
+        default=30.0, description="Seconds that requests under way have to end after SIGTERM"
+    )
+    cors_origins: _Name | None = Field(
+        default=None, description="Origins of web pages that may call, with commas between; * is every one; none: none"
+    )
+
+
 class LogSettings(_Section):
     """Messages on stderr."""
 
@@ -198,4 +261,5 @@ class Config(_Section):
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
     tiering: TieringSettings = TieringSettings()
+    server: ServerSettings = ServerSettings()
     log: LogSettings = LogSettings()

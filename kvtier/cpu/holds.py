@@ -1,16 +1,17 @@
-"""What the host tier's bookkeeping is made of: extents, nodes and handles.
+"""What the host tier's bookkeeping is made of: extents, nodes and leases.
 
-extent   one version of a record's bytes in the slab; a replaced or removed one lives on until its last hold ends
+extent   one version of a record's bytes in the slab, and its writer's reservation; a replaced or removed one lives on
+         until its last hold ends
 node     a ready key: its place in the prefix tree and in the eviction policy
-handle   a reservation or a lease, which is one hold on an extent
+lease    a reader's hold on an extent
 """
 
 from typing import TypeAlias
 
-from kvtier.hints import NO_HINT, Hint
+from kvtier.hints import Hint
 from kvtier.tiers import BlockRef, Handle, Owner
 
-__all__ = ["GONE", "Extent", "Fidelity", "HostHandle", "Node"]
+__all__ = ["GONE", "Extent", "Fidelity", "HostHandle", "Lease", "Node"]
 
 GONE = -1
 """Slot of a node that is not ready any more."""
@@ -19,24 +20,61 @@ Fidelity: TypeAlias = tuple[bool, int]
 """Orders the versions of a record: exact before lossy, then by format."""
 
 
-class Extent:
-    """Bytes of one record. `memory` has whole pages; `checksum` is empty until they are written."""
+class Extent(Handle):
+    """Bytes of one record, whole pages from `offset` on; `checksum` is empty until they are written.
 
-    __slots__ = ("checksum", "fidelity", "fmt", "holds", "leases", "memory", "nbytes", "node", "offset", "ref")
+    It is its writer's reservation, too: one object less for every block that is put. `holder`: whose reservation it
+    is, None once that ended. `anchor`: the parent that the reservation keeps from being evicted.
+    """
+
+    __slots__ = ("anchor", "fidelity", "hint", "holder", "holds", "leases", "node", "offset")
+
+    leased = False
 
     def __init__(
-        self, ref: BlockRef, nbytes: int, fmt: str, fidelity: Fidelity, offset: int, memory: memoryview
+        self, ref: BlockRef, nbytes: int, fmt: str, fidelity: Fidelity, offset: int, hint: Hint, owner: Owner
     ) -> None:
+        # Not through the parent's constructor: one is made for every block that is written.
         self.ref = ref
         self.nbytes = nbytes
         self.fmt = fmt
+        self.owner = owner
+        self.checksum = b""
         self.fidelity = fidelity
         self.offset = offset
-        self.memory = memory
-        self.checksum = b""
+        self.hint = hint
+        self.holder: object = None
+        self.anchor: Node | None = None
         self.holds = 1
         self.leases = 0
         self.node: Node | None = None
+
+    @property
+    def extent(self) -> "Extent":
+        """Itself: what reservations and leases have in common."""
+        return self
+
+
+class Lease(Handle):
+    """A reader's hold on an extent. `holder`: whose lease it is, None once it ended."""
+
+    __slots__ = ("extent", "holder")
+
+    leased = True
+
+    def __init__(self, extent: Extent, owner: Owner, holder: object) -> None:
+        # Not through the parent's constructor: one is made for every block that is read.
+        self.ref = extent.ref
+        self.nbytes = extent.nbytes
+        self.fmt = extent.fmt
+        self.owner = owner
+        self.checksum = extent.checksum
+        self.extent = extent
+        self.holder = holder
+
+
+HostHandle: TypeAlias = Extent | Lease
+"""A reservation or a lease."""
 
 
 class Node:
@@ -64,26 +102,3 @@ class Node:
             self.children.discard(child)
         elif self.children == (child,):
             self.children = ()
-
-
-class HostHandle(Handle):
-    """A hold in the host tier. `anchor`: the parent that a reservation keeps from being evicted. `holder`: whose
-    hold it is, None once it ended.
-    """
-
-    __slots__ = ("anchor", "extent", "hint", "holder", "leased")
-
-    def __init__(
-        self, extent: Extent, owner: Owner, *, leased: bool, anchor: Node | None = None, hint: Hint = NO_HINT
-    ) -> None:
-        # Not through the parent's constructor: one is made for every block that is written or read.
-        self.ref = extent.ref
-        self.nbytes = extent.nbytes
-        self.fmt = extent.fmt
-        self.owner = owner
-        self.checksum = extent.checksum
-        self.holder: object = None
-        self.extent = extent
-        self.leased = leased
-        self.anchor = anchor
-        self.hint = hint

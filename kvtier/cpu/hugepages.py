@@ -57,7 +57,7 @@ class PageCollapser:
     def __init__(self, array: NDArray[np.uint8]) -> None:
         self._array = array
         self._address = array.ctypes.data
-        self._wanted: queue.SimpleQueue[range | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         self._seen: set[int] = set()
         self._thread: threading.Thread | None = None
         self.supported = self._address % HUGE == 0 and len(array) >= HUGE
@@ -67,7 +67,11 @@ class PageCollapser:
         if not self.supported:
             return
         first, last = offset // HUGE, min((offset + nbytes - 1) // HUGE, len(self._array) // HUGE - 1)
-        self._wanted.put(range(first, last + 1))
+        fresh = [page for page in range(first, last + 1) if page not in self._seen]
+        if not fresh:  # chunks come and go, their memory stays
+            return
+        self._seen.update(fresh)
+        self._wanted.put(fresh)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvtier-hugepages", daemon=True)
             self._thread.start()
@@ -75,8 +79,7 @@ class PageCollapser:
     def _run(self) -> None:
         while (pages := self._wanted.get()) is not None:
             for page in pages:
-                if self.supported and page not in self._seen:
-                    self._seen.add(page)
+                if self.supported:
                     self._collapse(page * HUGE)
 
     def _collapse(self, offset: int) -> None:

@@ -6,8 +6,10 @@ holds of an extent = its reservation, or being its node's current version
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import TypeVar
 
-from kvtier.cpu.holds import GONE, Extent, Fidelity, HostHandle, Node
+from kvtier.cpu.holds import GONE, Extent, Fidelity, HostHandle, Lease, Node
 from kvtier.cpu.region import round_up
 from kvtier.cpu.slab import HostSlab
 from kvtier.errors import LeaseError, TierError
@@ -19,6 +21,10 @@ from kvtier.tiers import BlockRef, Exists, Full, Handle, Owner, Reservation
 __all__ = ["RecordTable"]
 
 _EVICTIONS = 1 << 16
+_MORE_SLOTS = 64
+_NO_KEY = b""
+
+_Kind = TypeVar("_Kind", Extent, Lease)
 
 
 class RecordTable:
@@ -39,7 +45,7 @@ class RecordTable:
         self.evictions: deque[bytes] = deque(maxlen=_EVICTIONS)
         self._slab = slab
         self._policy = policy
-        self._pending: dict[bytes, dict[Fidelity, Extent]] = {}
+        self._pending: dict[bytes, tuple[Extent, ...]] = {}  # each better than those before it
         self._orphans: dict[bytes, set[Node]] = {}  # by the key of the absent parent
         self._held: dict[Owner, dict[HostHandle, None]] = {}
         self._slots: list[Node | None] = []
@@ -51,16 +57,69 @@ class RecordTable:
         self, refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str], owner: Owner, hints: Sequence[Hint]
     ) -> list[Reservation]:
         """See `Tier.reserve`."""
-        ranks = {fmt: fidelity(fmt) for fmt in set(fmts)}
-        wanted = [(ref.exact, ranks[fmt]) for ref, fmt in zip(refs, fmts, strict=True)]
+        ranks = {fmt: ((False, fidelity(fmt)), (True, fidelity(fmt))) for fmt in set(fmts)}
+        wanted = [ranks[fmt][ref.exact] for ref, fmt in zip(refs, fmts, strict=True)]
+        offsets = self._room_for_all(refs, sizes)
+        if not offsets:
+            return self._reserve_each(list(zip(refs, sizes, fmts, wanted, hints, strict=True)), owner)
+        extents = list(map(Extent, refs, sizes, fmts, wanted, offsets, hints, repeat(owner)))
+        self._reserve(extents, owner)
+        return list(extents)
+
+    def _room_for_all(self, refs: Sequence[BlockRef], sizes: Sequence[int]) -> list[int]:
+        """Offsets for a batch of one size that is new here, which is nearly every batch.
+
+        Empty for every other one, and where no simple eviction makes room: nothing has changed then.
+        """
+        keys = {ref.key for ref in refs}
+        new = len(keys) == len(refs) and self.nodes.keys().isdisjoint(keys) and self._pending.keys().isdisjoint(keys)
+        if not (refs and new and sizes.count(sizes[0]) == len(refs)):
+            return []
+        offsets = self._slab.allocate_many(sizes[0], len(refs))
+        try:
+            if len(offsets) < len(refs):
+                offsets += self._take_over(refs, sizes[0], len(refs) - len(offsets))
+        finally:
+            good = len(offsets) == len(refs)
+            for offset in () if good else offsets:
+                self._slab.free(offset)
+        return offsets if good else []
+
+    def _take_over(self, refs: Sequence[BlockRef], nbytes: int, count: int) -> list[int]:
+        """Evict `count` records that leave as much room each; their offsets. Empty: the next victims are others."""
+        nodes = self.nodes
+        anchors = [node.slot for ref in refs if (node := nodes.get(ref.parent or _NO_KEY)) is not None]
+        self._policy.pin(anchors)
+        try:
+            victims = self._victims(count, [ref.key for ref in refs[-count:]])
+        finally:
+            self._policy.unpin(anchors)
+        doomed: set[Node] = set()
+        for node in victims:
+            extent = node.extent
+            fits = extent.nbytes == nbytes or round_up(extent.nbytes) == round_up(nbytes)
+            if extent.holds > 1 or not fits or not doomed.issuperset(node.children):
+                return []
+            doomed.add(node)
+        if len(doomed) < count:
+            return []
+        self._remove(victims, evicted=True)
+        self.evicted += count
+        return [node.extent.offset for node in victims]
+
+    def _reserve_each(
+        self, records: Sequence[tuple[BlockRef, int, str, Fidelity, Hint]], owner: Owner
+    ) -> list[Reservation]:
+        """One record after the other, each evicting what it needs."""
+        refs = [record[0] for record in records]
         kept: list[int] | None = None
         results: list[Reservation] = []
         refused: set[bytes] = set()
         victims: list[Node] = []
         try:
-            for at, (ref, nbytes, fmt) in enumerate(zip(refs, sizes, fmts, strict=True)):
+            for at, (ref, nbytes, fmt, rank, hint) in enumerate(records):
                 orphaned = ref.parent in refused
-                result: Reservation | None = self._existing(ref.key, wanted[at])
+                result: Reservation | None = self._existing(ref.key, rank)
                 if result is None and orphaned:
                     result = Full("parent_refused")
                 elif result is None and nbytes > self._slab.nbytes:
@@ -68,27 +127,27 @@ class RecordTable:
                 elif result is None:
                     offset = self._slab.allocate(nbytes)
                     if offset is None:
-                        kept = self._pin_found(refs, wanted) if kept is None else kept
+                        kept = self._pin_found(records) if kept is None else kept
                         offset = self._make_room(nbytes, victims, refs[at:])
                     result = Full("no_space")
                     if offset is not None:
-                        memory = self._slab.region.view(offset, round_up(nbytes))
-                        result = self._reserve(Extent(ref, nbytes, fmt, wanted[at], offset, memory), owner, hints[at])
+                        result = Extent(ref, nbytes, fmt, rank, offset, hint, owner)
+                        self._reserve([result], owner)
                 if orphaned or isinstance(result, Full):
                     refused.add(ref.key)
                 results.append(result)
         except BaseException:
             # A third party's policy died: nobody will ever hear of what was reserved until then.
-            self.abort(result for result in results if isinstance(result, HostHandle))
+            self.abort(result for result in results if isinstance(result, Extent))
             raise
         finally:
             self._policy.unpin(kept or ())
         return results
 
-    def _pin_found(self, refs: Sequence[BlockRef], wanted: Sequence[Fidelity]) -> list[int]:
+    def _pin_found(self, records: Sequence[tuple[BlockRef, int, str, Fidelity, Hint]]) -> list[int]:
         """Slots, pinned: neither what a batch finds here nor what it hangs from may leave to make room for it."""
         kept = []
-        for ref, least in zip(refs, wanted, strict=True):
+        for ref, _, _, least, _ in records:
             node = self.nodes.get(ref.key)
             if node is not None and node.extent.fidelity >= least:
                 kept.append(node.slot)
@@ -106,20 +165,28 @@ class RecordTable:
         if node is not None and node.extent.fidelity >= least:
             return Exists(ready=True)
         versions = self._pending.get(key)
-        if versions is not None and max(versions) >= least:
+        if versions is not None and versions[-1].fidelity >= least:
             return Exists(ready=False)
         return None
 
-    def _reserve(self, extent: Extent, owner: Owner, hint: Hint) -> HostHandle:
-        anchor = self._parent_of(extent.ref)
-        if anchor is not None:
-            self._policy.pin((anchor.slot,))
-        self._pending.setdefault(extent.ref.key, {})[extent.fidelity] = extent
-        handle = HostHandle(extent, owner, leased=False, anchor=anchor, hint=hint)
-        handle.holder = self
-        self._held.setdefault(owner, {})[handle] = None
-        self.reservations += 1
-        return handle
+    def _reserve(self, extents: Sequence[Extent], owner: Owner) -> None:
+        nodes, pending = self.nodes, self._pending
+        anchors = [nodes.get(extent.ref.parent or _NO_KEY) for extent in extents]
+        pinned = [anchor.slot for anchor in anchors if anchor is not None]
+        try:
+            if pinned:
+                self._policy.pin(pinned)
+        except BaseException:
+            for extent in extents:
+                self._drop_hold(extent)
+            raise
+        for extent, anchor in zip(extents, anchors, strict=True):
+            extent.holder = self
+            extent.anchor = anchor
+            key = extent.ref.key
+            pending[key] = (*pending[key], extent) if key in pending else (extent,)
+        self._held.setdefault(owner, {}).update(dict.fromkeys(extents))
+        self.reservations += len(extents)
 
     def _make_room(self, nbytes: int, victims: list[Node], incoming: Sequence[BlockRef]) -> int | None:
         """Evict one by one until there is room. `victims` are those of this batch still to go, next one last."""
@@ -141,37 +208,44 @@ class RecordTable:
         named = [self._slots[slot] for slot in slots if 0 <= slot < len(self._slots)]
         return [node for node in named if node is not None]
 
-    def _unpin_anchor(self, anchor: Node | None) -> None:
-        if anchor is not None and anchor.slot != GONE:
-            self._policy.unpin((anchor.slot,))
+    def _unpin_anchors(self, extents: Sequence[Extent]) -> None:
+        pinned: list[int] = []
+        for extent in extents:
+            anchor, extent.anchor = extent.anchor, None
+            if anchor is not None and anchor.slot != GONE:
+                pinned.append(anchor.slot)
+        if pinned:
+            self._policy.unpin(pinned)
 
-    def commit(self, handles: Sequence[HostHandle]) -> None:
+    def commit(self, extents: Sequence[Extent]) -> None:
         """Make written reservations, parents first, current."""
         fresh: list[Node] = []
         hints: list[Hint] = []
-        for handle in handles:
-            self._end_reservation(handle)
-            extent = handle.extent
-            node = self.nodes.get(extent.ref.key)
+        self._end_reservations(extents)
+        nodes = self.nodes
+        for extent in extents:
+            node = nodes.get(extent.ref.key)
             if node is None:
                 fresh.append(self._add_node(extent))
-                hints.append(handle.hint)
+                hints.append(extent.hint)
             elif node.extent.fidelity >= extent.fidelity:
                 self._drop_hold(extent)
             else:
                 if node in fresh:  # two versions in one batch: the policy must know the first before its second
                     self._insert(fresh, hints)
                     fresh, hints = [], []
-                self._replace(node, extent, handle.hint)
+                self._replace(node, extent)
         self._insert(fresh, hints)
-        for handle in handles:
-            self._unpin_anchor(handle.anchor)
+        self._unpin_anchors(extents)
 
     def _insert(self, fresh: list[Node], hints: list[Hint]) -> None:
-        deepest_first = fresh[::-1]
-        slots = [node.slot for node in deepest_first]
-        keys = [node.extent.ref.key for node in deepest_first]
-        parents = [None if node.parent is None else node.parent.slot for node in deepest_first]
+        slots: list[int] = []
+        keys: list[bytes] = []
+        parents: list[int | None] = []
+        for node in reversed(fresh):
+            slots.append(node.slot)
+            keys.append(node.extent.ref.key)
+            parents.append(None if node.parent is None else node.parent.slot)
         self._policy.insert(slots, keys, parents, None if hints.count(NO_HINT) == len(hints) else hints[::-1])
         for node in fresh if self._orphans else ():
             for child in list(self._orphans.get(node.extent.ref.key, ())):
@@ -188,30 +262,30 @@ class RecordTable:
         self._policy.adopt(root.slot, parent.slot)
 
     def _add_node(self, extent: Extent) -> Node:
-        slot = self._free_slots.pop() if self._free_slots else len(self._slots)
-        parent = self._parent_of(extent.ref)
-        node = Node(slot, extent, parent)
-        extent.node = node
+        if not self._free_slots:
+            start = len(self._slots)
+            self._slots += [None] * _MORE_SLOTS
+            self._free_slots += range(start + _MORE_SLOTS - 1, start - 1, -1)
+        key, _, _, named, _ = extent.ref
+        parent = None if named is None else self.nodes.get(named)
+        node = extent.node = Node(self._free_slots.pop(), extent, parent)
         if parent is not None:
             parent.add(node)
-        elif extent.ref.parent is not None:
-            self._orphans.setdefault(extent.ref.parent, set()).add(node)
-        if slot == len(self._slots):
-            self._slots.append(node)
-        else:
-            self._slots[slot] = node
-        self.nodes[extent.ref.key] = node
+        elif named is not None:
+            self._orphans.setdefault(named, set()).add(node)
+        self._slots[node.slot] = node
+        self.nodes[key] = node
         return node
 
-    def _replace(self, node: Node, extent: Extent, hint: Hint) -> None:
+    def _replace(self, node: Node, extent: Extent) -> None:
         old, node.extent, extent.node = node.extent, extent, node
         old.node = None
         if node.parent is None and old.ref.parent != extent.ref.parent:
             self._replant(node, old.ref.parent)
         self._policy.unpin([node.slot] * old.leases)
         self._policy.hit((node.slot,))
-        if hint is not NO_HINT:
-            self._policy.hint((node.slot,), (hint,))
+        if extent.hint is not NO_HINT:
+            self._policy.hint((node.slot,), (extent.hint,))
         self._drop_hold(old)
 
     def _replant(self, root: Node, waited_for: bytes | None) -> None:
@@ -223,26 +297,28 @@ class RecordTable:
             self._find_parent(root)
 
     def abort(self, handles: Iterable[HostHandle]) -> None:
-        """Drop those of the handles that still are reservations."""
-        for handle in handles:
-            if not handle.leased and handle.holder is self:
-                self._end_reservation(handle)
-                self._unpin_anchor(handle.anchor)
-                self._drop_hold(handle.extent)
+        """Drop those of the handles that still are reservations; each counts once."""
+        live = (handle for handle in handles if isinstance(handle, Extent) and handle.holder is self)
+        reserved = list(dict.fromkeys(live))
+        self._end_reservations(reserved)
+        self._unpin_anchors(reserved)
+        for extent in reserved:
+            self._drop_hold(extent)
 
-    def _end_reservation(self, handle: HostHandle) -> None:
-        self._forget(handle)
-        self.reservations -= 1
-        versions = self._pending[handle.ref.key]
-        del versions[handle.extent.fidelity]
-        if not versions:
-            del self._pending[handle.ref.key]
+    def _end_reservations(self, extents: Sequence[Extent]) -> None:
+        self._forget(extents)
+        self.reservations -= len(extents)
+        pending = self._pending
+        for extent in extents:
+            versions = pending.pop(extent.ref.key)
+            if len(versions) > 1:
+                pending[extent.ref.key] = tuple(version for version in versions if version is not extent)
 
     # ---- readers
 
-    def lease(self, keys: Iterable[bytes], owner: Owner, *, exact: bool, renew: bool) -> list[HostHandle]:
+    def lease(self, keys: Iterable[bytes], owner: Owner, *, exact: bool, renew: bool) -> list[Lease]:
         """Lease the leading keys that are ready (`exact`: and exact); `renew` their recency."""
-        handles: list[HostHandle] = []
+        handles: list[Lease] = []
         slots: list[int] = []
         for key in keys:
             node = self.nodes.get(key)
@@ -250,9 +326,7 @@ class RecordTable:
                 break
             node.extent.holds += 1
             node.extent.leases += 1
-            handle = HostHandle(node.extent, owner, leased=True)
-            handle.holder = self
-            handles.append(handle)
+            handles.append(Lease(node.extent, owner, self))
             slots.append(node.slot)
         if handles:
             self._held.setdefault(owner, {}).update(dict.fromkeys(handles))
@@ -263,11 +337,11 @@ class RecordTable:
             self._policy.pin(slots)
         return handles
 
-    def release(self, handles: Sequence[HostHandle]) -> None:
+    def release(self, handles: Sequence[Lease]) -> None:
         """End leases."""
         pinned: list[int] = []
+        self._forget(handles)
         for handle in handles:
-            self._forget(handle)
             extent = handle.extent
             extent.leases -= 1
             if extent.node is not None:
@@ -276,31 +350,37 @@ class RecordTable:
         self.leases -= len(handles)
         self._policy.unpin(pinned)
 
-    def require(self, handles: Sequence[Handle], *, leased: bool | None = None) -> list[HostHandle]:
-        """The handles, if they are live, distinct, and leases or reservations as asked (None: either).
+    def require(self, handles: Sequence[Handle], kind: type[_Kind]) -> list[_Kind]:
+        """The handles, if they are live, distinct, and all leases or all reservations (`kind`).
 
         Raises:
             LeaseError: one is not.
         """
-        live = [handle for handle in handles if isinstance(handle, HostHandle) and self._fits(handle, leased=leased)]
+        live = [handle for handle in handles if isinstance(handle, kind) and handle.holder is self]
         if len(set(live)) == len(handles):
             return live
-        kind = {None: "hold", True: "lease", False: "reservation"}[leased]
-        good = set(live)
+        name = "lease" if kind is Lease else "reservation"
+        good: set[Handle] = set(live)
         bad = next((handle for handle in handles if handle not in good), None)
         if bad is None:
-            raise LeaseError(f"the same {kind} twice in a batch of {len(handles)}: each may be used once")
-        raise LeaseError(
-            f"handle of block {bad.ref.key.hex()} (owner {bad.owner!r}) is no live {kind} of this tier: "
-            "it ended before, or was never one"
-        )
+            raise LeaseError(f"the same {name} twice in a batch of {len(handles)}: each may be used once")
+        raise _not_live(bad, name)
 
-    def _fits(self, handle: HostHandle, *, leased: bool | None) -> bool:
-        return handle.holder is self and (leased is None or handle.leased is leased)
+    def live(self, handle: Handle) -> HostHandle:
+        """The handle, if it is a live lease or reservation.
 
-    def held_by(self, owner: Owner) -> list[HostHandle]:
-        """All live handles of an owner."""
-        return list(self._held.get(owner, ()))
+        Raises:
+            LeaseError: it is not.
+        """
+        if isinstance(handle, HostHandle) and handle.holder is self:
+            return handle
+        raise _not_live(handle, "hold")
+
+    def release_owner(self, owner: Owner) -> None:
+        """End all leases and reservations of an owner."""
+        held = list(self._held.get(owner, ()))
+        self.release([handle for handle in held if isinstance(handle, Lease)])
+        self.abort(held)
 
     def owners(self) -> list[Owner]:
         """Everyone who holds something."""
@@ -316,12 +396,13 @@ class RecordTable:
         for handle in handles:
             self._drop_hold(handle.extent)
 
-    def _forget(self, handle: HostHandle) -> None:
-        handle.holder = None
-        held = self._held[handle.owner]
-        del held[handle]
-        if not held:
-            del self._held[handle.owner]
+    def _forget(self, handles: Sequence[HostHandle]) -> None:
+        for handle in handles:
+            handle.holder = None
+            held = self._held[handle.owner]
+            del held[handle]
+            if not held:
+                del self._held[handle.owner]
 
     def _drop_hold(self, extent: Extent) -> None:
         extent.holds -= 1
@@ -351,21 +432,29 @@ class RecordTable:
         for parent in doomed:
             doomed.extend(parent.children)
         doomed.reverse()
-        self._policy.remove([gone.slot for gone in doomed], evicted=evicted)
-        if node.parent is not None:
-            node.parent.discard(node)
-        elif node.extent.ref.parent is not None:
-            self._forget_orphan(node, node.extent.ref.parent)
-        if evicted:
-            self.evictions += [gone.extent.ref.key for gone in doomed]
+        self._remove(doomed, evicted=evicted)
         for gone in doomed:
-            self._slots[gone.slot] = None
-            self._free_slots.append(gone.slot)
-            gone.slot = GONE
-            gone.extent.node = None
-            del self.nodes[gone.extent.ref.key]
             self._drop_hold(gone.extent)
         return len(doomed)
+
+    def _remove(self, doomed: Sequence[Node], *, evicted: bool) -> None:
+        """Take nodes, children before parents, out of everything; the memory of their extents stays allocated."""
+        slots = [node.slot for node in doomed]
+        self._policy.remove(slots, evicted=evicted)
+        self._free_slots += slots
+        for node in doomed:
+            extent = node.extent
+            key, _, _, named, _ = extent.ref
+            if node.parent is not None:
+                node.parent.discard(node)
+            elif named is not None:
+                self._forget_orphan(node, named)
+            if evicted:
+                self.evictions.append(key)
+            self._slots[node.slot] = None
+            node.slot = GONE
+            extent.node = None
+            del self.nodes[key]
 
     def _forget_orphan(self, node: Node, parent: bytes) -> None:
         siblings = self._orphans[parent]
@@ -386,11 +475,11 @@ class RecordTable:
         """
         self._slab.check()
         handles = [handle for held in self._held.values() for handle in held]
-        leases = Counter(handle.extent for handle in handles if handle.leased)
-        pending = [extent for versions in self._pending.values() for extent in versions.values()]
+        leases = Counter(handle.extent for handle in handles if isinstance(handle, Lease))
+        pending = [extent for versions in self._pending.values() for extent in versions]
         extents = {node.extent for node in self.nodes.values()} | set(pending) | set(leases)
         expected = Counter(pending) + Counter(node.extent for node in self.nodes.values()) + leases
-        reserved = {handle.extent for handle in handles if not handle.leased}
+        reserved = {handle for handle in handles if isinstance(handle, Extent)}
         orphans = {id(n) for n in self.nodes.values() if n.parent is None and n.extent.ref.parent is not None}
         used = sum(round_up(extent.nbytes) for extent in extents)
         facts = {
@@ -421,3 +510,10 @@ def _root_of(node: Node) -> Node:
     while node.parent is not None:
         node = node.parent
     return node
+
+
+def _not_live(handle: Handle, kind: str) -> LeaseError:
+    return LeaseError(
+        f"handle of block {handle.ref.key.hex()} (owner {handle.owner!r}) is no live {kind} of this tier: "
+        "it ended before, or was never one"
+    )

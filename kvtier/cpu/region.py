@@ -4,6 +4,7 @@ import fcntl
 import logging
 import mmap
 import os
+from collections.abc import Sequence
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -92,6 +93,11 @@ class MemoryRegion:
         """
         if not self.hugepages and not self.pinned:
             self._collapser.want(offset, nbytes)
+
+    def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Writable views of ranges (offset, length) of bytes."""
+        memory = self._memory
+        return [memory[offset : offset + nbytes] for offset, nbytes in ranges]
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Writable view of a range of bytes."""

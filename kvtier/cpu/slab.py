@@ -1,6 +1,6 @@
 """HostSlab: size classes carved from one region, so that memory serves whatever block size comes."""
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 
 from kvtier.cpu.region import PAGE, MemoryRegion, round_up
 from kvtier.errors import CapacityError, LeaseError, TierError
@@ -12,9 +12,12 @@ _CHUNKS = 32  # a small slab still has room for about this many chunks, so that 
 
 
 class _Chunk:
-    """A run of pages cut into equal slots: a stack of freed ones, and a mark above which none was used yet."""
+    """A run of pages cut into equal slots: a stack of freed ones, and a mark above which none was used yet.
 
-    __slots__ = ("free", "mark", "nbytes", "slot", "start", "used")
+    `live`: one byte per slot, 1 while it is allocated.
+    """
+
+    __slots__ = ("free", "live", "mark", "nbytes", "slot", "start", "used")
 
     def __init__(self, start: int, nbytes: int, slot: int) -> None:
         self.start = start
@@ -23,13 +26,29 @@ class _Chunk:
         self.mark = start
         self.used = 0
         self.free: list[int] = []
+        self.live = bytearray(nbytes // slot)
 
-    def take(self) -> int:
-        self.used += 1
-        if self.free:
-            return self.free.pop()
-        self.mark += self.slot
-        return self.mark - self.slot
+    def take(self, most: int) -> list[int]:
+        """Up to `most` slots, those that were used before first."""
+        taken = self.free[-most:]
+        del self.free[-most:]
+        fresh = min(most - len(taken), (self.start + self.nbytes - self.mark) // self.slot)
+        taken += range(self.mark, self.mark + fresh * self.slot, self.slot)
+        self.mark += fresh * self.slot
+        self.used += len(taken)
+        for offset in taken:
+            self.live[(offset - self.start) // self.slot] = 1
+        return taken
+
+    def give_back(self, offset: int) -> bool:
+        """Free a slot; False if it is not allocated."""
+        at, rest = divmod(offset - self.start, self.slot)
+        if rest or at >= len(self.live) or not self.live[at]:
+            return False
+        self.live[at] = 0
+        self.used -= 1
+        self.free.append(offset)
+        return True
 
     @property
     def full(self) -> bool:
@@ -64,25 +83,32 @@ class HostSlab:
         self._starts = [0]  # of free runs, sorted
         self._runs = {0: self.nbytes}
         self._open: dict[int, dict[_Chunk, None]] = {}  # class -> chunks with a free slot, oldest first
-        self._live: dict[int, _Chunk] = {}  # offset of every allocated slot -> its chunk
+        # Chunks only: a slot that is allocated costs one byte, in its chunk.
+        self._cut: list[int] = []  # where they start, sorted
+        self._chunks: dict[int, _Chunk] = {}
 
     def allocate(self, nbytes: int) -> int | None:
         """Offset of a slot of at least `nbytes`, or None when neither its class nor the free runs have one."""
+        offsets = self.allocate_many(nbytes, 1)
+        return offsets[0] if offsets else None
+
+    def allocate_many(self, nbytes: int, count: int) -> list[int]:
+        """Offsets of as many slots of at least `nbytes` as there are, `count` at most."""
         slot = round_up(nbytes)
-        chunks = self._open.get(slot)
-        chunk = next(iter(chunks)) if chunks else self._carve(slot)
-        if chunk is None:
-            return None
-        if chunks is None:
-            chunks = self._open[slot] = {}
-        offset = chunk.take()
-        if chunk.full:
-            chunks.pop(chunk, None)
-        else:
-            chunks[chunk] = None
-        self._live[offset] = chunk
-        self.used_bytes += slot
-        return offset
+        chunks = self._open.setdefault(slot, {})
+        offsets: list[int] = []
+        while len(offsets) < count:
+            chunk = next(iter(chunks)) if chunks else self._carve(slot)
+            if chunk is None:
+                break
+            taken = chunk.take(count - len(offsets))
+            if chunk.full:
+                chunks.pop(chunk, None)
+            else:
+                chunks[chunk] = None
+            offsets += taken
+        self.used_bytes += slot * len(offsets)
+        return offsets
 
     def free(self, offset: int) -> None:
         """Give a slot back.
@@ -90,17 +116,17 @@ class HostSlab:
         Raises:
             LeaseError: nothing is allocated there.
         """
-        chunk = self._live.pop(offset, None)
-        if chunk is None:
+        at = bisect_right(self._cut, offset) - 1
+        chunk = self._chunks[self._cut[at]] if at >= 0 else None
+        if chunk is None or not chunk.give_back(offset):
             raise LeaseError(f"slab offset {offset} is not allocated: it was freed before or never given out")
         self.used_bytes -= chunk.slot
-        chunk.used -= 1
-        chunk.free.append(offset)
         chunks = self._open[chunk.slot]
         if chunk.used:
             chunks[chunk] = None
             return
         chunks.pop(chunk, None)
+        del self._chunks[self._cut.pop(at)]
         self._join(chunk.start, chunk.nbytes)
 
     def _carve(self, slot: int) -> _Chunk | None:
@@ -118,7 +144,9 @@ class HostSlab:
         if length > nbytes:
             self._add_run(start + nbytes, length - nbytes)
         self.region.expect(start, nbytes)
-        return _Chunk(start, nbytes, slot)
+        insort(self._cut, start)
+        chunk = self._chunks[start] = _Chunk(start, nbytes, slot)
+        return chunk
 
     def _join(self, start: int, nbytes: int) -> None:
         at = bisect_left(self._starts, start)
@@ -139,17 +167,15 @@ class HostSlab:
         Raises:
             TierError: they do not.
         """
-        chunks = {id(chunk): chunk for chunk in self._live.values()}
-        pieces = sorted([(chunk.start, chunk.nbytes) for chunk in chunks.values()] + list(self._runs.items()))
+        pieces = sorted([(chunk.start, chunk.nbytes) for chunk in self._chunks.values()] + list(self._runs.items()))
         end = 0
         for start, nbytes in pieces:
             if start != end:
                 raise TierError(f"slab: a piece at {start} follows one that ends at {end}")
             end += nbytes
-        used = sum(chunk.slot for chunk in self._live.values())
-        live = sum(chunk.used for chunk in chunks.values())
-        open_unused = any(not chunk.used for chunks in self._open.values() for chunk in chunks)
-        if (end, used, live) != (self.nbytes, self.used_bytes, len(self._live)) or open_unused:
+        used = sum(chunk.slot * sum(chunk.live) for chunk in self._chunks.values())
+        wrong = any(chunk.used != sum(chunk.live) or not chunk.used for chunk in self._chunks.values())
+        if (end, used, sorted(self._chunks)) != (self.nbytes, self.used_bytes, self._cut) or wrong:
             raise TierError(f"slab: {end} of {self.nbytes} bytes tiled, {used} of {self.used_bytes} bytes in use")
 
     def close(self) -> None:

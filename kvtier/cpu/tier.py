@@ -2,23 +2,21 @@
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
 
 from prometheus_client import Counter as Metric
 
-from kvtier.cpu.holds import HostHandle
+from kvtier.cpu.holds import Extent, HostHandle, Lease
 from kvtier.cpu.records import RecordTable
-from kvtier.cpu.region import PAGE
+from kvtier.cpu.region import PAGE, round_up
 from kvtier.cpu.slab import HostSlab
 from kvtier.errors import FormatMismatch, LeaseError, TierUnavailable
 from kvtier.hints import NO_HINT, Hint
 from kvtier.keys import STORE_KEY_BYTES
 from kvtier.layout import Span
 from kvtier.metrics import Metrics
-from kvtier.native.checksum import copy_checksum
+from kvtier.native.checksum import Bytes, copy_checksums
 from kvtier.policies import EvictionPolicy, LruPolicy
 from kvtier.tiers import (
     OWN_WORK,
@@ -33,13 +31,14 @@ from kvtier.tiers import (
     Status,
     Ticket,
     TierCaps,
-    checksum_head,
+    checksum_heads,
     expired,
 )
 
 __all__ = ["HostTier"]
 
 _FMT_CHARS = 16  # the width that `block_checksum` gives a format id
+_WINDOW_BYTES = 4 << 20  # what is copied or verified in one call, between two looks at the clock
 
 
 class HostTier:
@@ -78,6 +77,9 @@ class HostTier:
         self._corrupt = 0
         self._metrics = metrics or Metrics()
         self._occupied = self._metrics.occupied_bytes.labels(name)
+        self._occupied_told = -1
+        self._seconds = {verb: self._metrics.seconds.labels(name, verb) for verb in ("acquire", "read", "write")}
+        self._written = self._metrics.written_bytes.labels(name)
         self._metrics.capacity_bytes.labels(name).set(self._slab.nbytes)
         if not self._slab.region.hugepages:
             self._metrics.fallbacks.labels(name, "hugepages").inc()
@@ -108,7 +110,7 @@ class HostTier:
         with self._timed("acquire"):
             with self._state():
                 handles = self._table.lease(keys, owner, exact=exact, renew=not owner.startswith(OWN_WORK))
-            statuses = self._verify_run(handles, deadline, repeat(None))
+            statuses = self._verify_run(handles, [None] * len(handles), deadline)
             good = statuses.count(Status.OK)
             if good < len(handles):
                 self._give_back(handles[good:])
@@ -121,25 +123,32 @@ class HostTier:
             self._count(self._metrics.missed_blocks, asked - found)
 
     def _verify_run(
-        self, handles: Sequence[HostHandle], deadline: float | None, outs: Iterable[memoryview | None]
+        self, handles: Sequence[Lease], outs: Sequence[memoryview | None], deadline: float | None
     ) -> list[Status]:
-        """Statuses up to and including the first that is not OK; `outs`: where to copy each, None for nowhere."""
+        """Statuses up to and including the first that is not OK."""
         statuses: list[Status] = []
-        for handle, out in zip(handles, outs, strict=False):
-            if expired(deadline):
-                statuses.append(Status.TIMEOUT)
-                break
-            statuses.append(self._verify(handle, out))
-            if statuses[-1] is not Status.OK:
+        for status in self._verify(handles, outs, deadline):
+            statuses.append(status)
+            if status is not Status.OK:
                 break
         return statuses
 
-    def _verify(self, handle: HostHandle, out: memoryview | None) -> Status:
-        """Checksum a record, copying it to `out` in the same pass."""
-        extent = handle.extent
-        head = checksum_head(extent.ref, extent.fmt)
-        if copy_checksum(head, _exactly(extent.memory, handle.nbytes), out) == extent.checksum:
-            return Status.OK
+    def _verify(
+        self, handles: Sequence[Lease], outs: Sequence[memoryview | None], deadline: float | None
+    ) -> Iterator[Status]:
+        """Checksum records, copying each to its place in `outs`, if it has one, in the same pass."""
+        for window in _windows(handles):
+            some = handles[window]
+            if expired(deadline):
+                yield from [Status.TIMEOUT] * len(some)
+                continue
+            memories: list[Bytes] = [self._memory(handle) for handle in some]
+            sizes = [handle.nbytes for handle in some]
+            found = copy_checksums(checksum_heads(some), memories, list(outs[window]), sizes)
+            for handle, checksum in zip(some, found, strict=True):
+                yield Status.OK if checksum == handle.extent.checksum else self._drop_damaged(handle.extent)
+
+    def _drop_damaged(self, extent: Extent) -> Status:
         with self._changed():
             if extent.node is not None:
                 self._table.drop(extent.node)
@@ -147,23 +156,20 @@ class HostTier:
                 self._count(self._metrics.corrupt_blocks, 1)
         return Status.CORRUPT
 
-    def _give_back(self, handles: Sequence[HostHandle]) -> None:
+    def _give_back(self, handles: Sequence[Lease]) -> None:
         with self._changed():
             # `close` or `release_owner` may have ended these leases meanwhile.
             self._table.release([handle for handle in handles if handle.holder is self._table])
 
     def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         """See `Tier.read`. The copy is what is verified, not the original."""
-        for handle, out in items:
-            _check_buffer(handle, out, writable=True)
+        _check_buffers(items, writable=True)
         with self._state():
-            handles = self._table.require([handle for handle, _ in items], leased=True)
+            handles = self._table.require([handle for handle, _ in items], Lease)
             self._table.hold(handles)
-        statuses: list[Status] = []
         try:
             with self._timed("read"):
-                for handle, (_, out) in zip(handles, items, strict=True):
-                    statuses.append(Status.TIMEOUT if expired(deadline) else self._verify(handle, out))
+                statuses = list(self._verify(handles, [out for _, out in items], deadline))
         finally:
             with self._changed():
                 self._table.unhold(handles)
@@ -189,15 +195,14 @@ class HostTier:
         if len(keys) != len(buffers):
             raise FormatMismatch(f"{len(keys)} keys, {len(buffers)} buffers: expected as many of each")
         with self._timed("read"), self._leased(keys, owner, exact=exact) as handles:
-            for handle, out in zip(handles, buffers, strict=False):
-                _check_buffer(handle, out, writable=True)
-            statuses = self._verify_run(handles, deadline, buffers)
+            _check_buffers(zip(handles, buffers, strict=False), writable=True)
+            statuses = self._verify_run(handles, buffers[: len(handles)], deadline)
             self._count_bytes(self._metrics.read_bytes, handles[: len(statuses)], statuses)
         self._count_asked(len(keys), statuses.count(Status.OK), owner)
         return self._finish(statuses + [_rest(statuses)] * (len(keys) - len(statuses)))
 
     @contextmanager
-    def _leased(self, keys: Sequence[bytes], owner: Owner, *, exact: bool) -> Iterator[list[HostHandle]]:
+    def _leased(self, keys: Sequence[bytes], owner: Owner, *, exact: bool) -> Iterator[list[Lease]]:
         with self._state():
             handles = self._table.lease(keys, owner, exact=exact, renew=not owner.startswith(OWN_WORK))
             self._table.hold(handles)
@@ -212,14 +217,12 @@ class HostTier:
         """See `Tier.release`. After `close`, which ended all leases, nothing happens."""
         with self._changed():
             if not self._closed:
-                self._table.release(self._table.require(handles, leased=True))
+                self._table.release(self._table.require(handles, Lease))
 
     def release_owner(self, owner: Owner) -> None:
         """See `Tier.release_owner`."""
         with self._changed():
-            held = self._table.held_by(owner)
-            self._table.release([handle for handle in held if handle.leased])
-            self._table.abort(held)
+            self._table.release_owner(owner)
 
     # ---- writers
 
@@ -238,23 +241,25 @@ class HostTier:
         """
         wanted = [NO_HINT] * len(refs) if hints is None else hints
         _check_records(refs, sizes, fmts, wanted)
-        with self._changed():
+        with self._lock:
             self._require_open()
             evicted = self._table.evicted
             results = self._table.reserve(refs, sizes, fmts, owner, wanted)
             evicted = self._table.evicted - evicted
+            self._tell_occupied()
         if evicted:
             self._metrics.evicted_blocks.labels(self.name, "capacity").inc(evicted)
-        for reason, count in Counter(full.reason for full in results if isinstance(full, Full)).items():
-            self._metrics.dropped_blocks.labels(self.name, reason).inc(count)
+        refused = [result.reason for result in results if isinstance(result, Full)]
+        for reason in set(refused):
+            self._metrics.dropped_blocks.labels(self.name, reason).inc(refused.count(reason))
         return results
 
     def write(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         """See `Tier.write`."""
-        for handle, data in items:
-            _check_buffer(handle, data, writable=False)
-        with self._timed("write"):
-            statuses = self._fill([handle for handle, _ in items], [data for _, data in items], None, deadline)
+        _check_buffers(items, writable=False)
+        start = time.perf_counter()
+        statuses = self._fill([handle for handle, _ in items], [data for _, data in items], None, deadline)
+        self._seconds["write"].observe(time.perf_counter() - start)
         return self._finish(statuses)
 
     def seal(self, handles: Sequence[Handle], checksums: Sequence[bytes] | None = None) -> None:
@@ -269,34 +274,58 @@ class HostTier:
         deadline: float | None,
     ) -> list[Status]:
         """Copy each source (None: the bytes are in place already) and checksum the record, unless it is known."""
-        with self._state():
-            reserved = self._table.require(handles, leased=False)
-            for handle in reserved:
-                handle.extent.checksum = b""
+        with self._lock:
+            self._require_open()
+            reserved = self._table.require(handles, Extent)
+            for extent in reserved:
+                extent.checksum = b""
             self._table.hold(reserved)
+        known = known or [b""] * len(reserved)
         checksums: list[bytes] = []
         try:
-            for handle, source, checksum in zip(reserved, sources, known or repeat(b""), strict=False):
+            for window in _windows(reserved):
                 if expired(deadline):
                     break
-                checksums.append(_fill(handle, source, checksum))
+                checksums += self._fill_window(reserved[window], sources[window], known[window])
         finally:
-            with self._changed():
-                for handle, checksum in zip(reserved, checksums, strict=False):
-                    handle.extent.checksum = checksum
+            with self._lock:
+                for extent, checksum in zip(reserved, checksums, strict=False):
+                    extent.checksum = checksum
                 self._table.unhold(reserved)
+                self._tell_occupied()
         return [Status.OK] * len(checksums) + [Status.TIMEOUT] * (len(reserved) - len(checksums))
+
+    def _fill_window(
+        self, extents: Sequence[Extent], sources: Sequence[memoryview | None], known: Sequence[bytes]
+    ) -> list[bytes]:
+        """Put bytes in place where they are not, clear the padding, and return the checksums, some being known."""
+        memories = self._slab.region.views([(extent.offset, round_up(extent.nbytes)) for extent in extents])
+        for extent, memory in zip(extents, memories, strict=True):
+            if extent.nbytes < memory.nbytes:
+                # Lower tiers write whole pages: what an earlier record left behind must not reach a disk.
+                memory[extent.nbytes :] = bytes(memory.nbytes - extent.nbytes)
+        due = [at for at, checksum in enumerate(known) if not checksum]
+        inputs: list[Bytes] = []
+        outputs: list[Bytes | None] = []
+        for at in due:
+            source = sources[at]
+            inputs.append(memories[at] if source is None else source)
+            outputs.append(None if source is None else memories[at])
+        some = [extents[at] for at in due]
+        found = iter(copy_checksums(checksum_heads(some), inputs, outputs, [extent.nbytes for extent in some]))
+        return [checksum or next(found) for checksum in known]
 
     def commit(self, handles: Sequence[Handle]) -> None:
         """See `Tier.commit`."""
-        with self._changed():
+        with self._lock:
             self._require_open()
-            reserved = self._table.require(handles, leased=False)
-            unwritten = next((handle for handle in reserved if not handle.extent.checksum), None)
-            if unwritten is not None:
-                raise LeaseError(f"block {unwritten.ref.key.hex()} was never completely written: write it or abort")
+            reserved = self._table.require(handles, Extent)
+            unwritten = [extent for extent in reserved if not extent.checksum]
+            if unwritten:
+                raise LeaseError(f"block {unwritten[0].ref.key.hex()} was never completely written: write it or abort")
             self._table.commit(reserved)
-        self._count_bytes(self._metrics.written_bytes, reserved, [Status.OK] * len(reserved))
+            self._tell_occupied()
+        self._written.inc(sum([extent.nbytes for extent in reserved]))
 
     def abort(self, handles: Sequence[Handle]) -> None:
         """See `Tier.abort`."""
@@ -362,7 +391,7 @@ class HostTier:
     def buffer(self, handle: Handle) -> memoryview:
         """See `AddressableTier.buffer`."""
         live = self._live(handle)
-        view = live.extent.memory
+        view = self._memory(live)
         return view.toreadonly() if live.leased else view
 
     def span(self, handle: Handle) -> Span:
@@ -413,9 +442,7 @@ class HostTier:
                 return
             self._closed = True
             for owner in self._table.owners():
-                held = self._table.held_by(owner)
-                self._table.release([handle for handle in held if handle.leased])
-                self._table.abort(held)
+                self._table.release_owner(owner)
             self._drop_namespace(None)
             self._slab.close()
 
@@ -425,7 +452,12 @@ class HostTier:
             try:
                 yield
             finally:
-                self._occupied.set(self._slab.used_bytes)
+                self._tell_occupied()
+
+    def _tell_occupied(self) -> None:
+        if self._slab.used_bytes != self._occupied_told:
+            self._occupied_told = self._slab.used_bytes
+            self._occupied.set(self._occupied_told)
 
     @contextmanager
     def _state(self) -> Iterator[None]:
@@ -437,7 +469,7 @@ class HostTier:
     def _timed(self, operation: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self._metrics.seconds.labels(self.name, operation).observe(time.perf_counter() - start)
+        self._seconds[operation].observe(time.perf_counter() - start)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -445,7 +477,11 @@ class HostTier:
 
     def _live(self, handle: Handle) -> HostHandle:
         with self._lock:
-            return self._table.require([handle])[0]
+            return self._table.live(handle)
+
+    def _memory(self, handle: HostHandle) -> memoryview:
+        """A record's own memory: whole pages."""
+        return self._slab.region.view(handle.extent.offset, round_up(handle.nbytes))
 
     def _finish(self, statuses: Sequence[Status], handles: Sequence[Handle] = ()) -> Ticket:
         return self._completions.finish(Ticket(), statuses, handles)
@@ -464,32 +500,26 @@ def _rest(statuses: Sequence[Status]) -> Status:
     return Status.TIMEOUT if statuses[-1:] == [Status.TIMEOUT] else Status.MISS
 
 
-def _fill(handle: HostHandle, source: memoryview | None, known: bytes) -> bytes:
-    """Put bytes in place if they are not, clear the padding, and return the checksum, which may be known."""
-    target = handle.extent.memory
-    if handle.nbytes < target.nbytes:
-        # Lower tiers write whole pages: what an earlier record left behind must not reach a disk.
-        target[handle.nbytes :] = bytes(target.nbytes - handle.nbytes)
-        target = target[: handle.nbytes]
-    if known:
-        return known
-    head = checksum_head(handle.ref, handle.fmt)
-    if source is None:
-        return copy_checksum(head, target)
-    return copy_checksum(head, _exactly(source, handle.nbytes), target)
+def _windows(handles: Sequence[Handle]) -> Iterator[slice]:
+    """Consecutive handles, at least one and about `_WINDOW_BYTES` at a time."""
+    start = nbytes = 0
+    for at, handle in enumerate(handles, 1):
+        nbytes += handle.nbytes
+        if nbytes >= _WINDOW_BYTES:
+            yield slice(start, at)
+            start, nbytes = at, 0
+    if start < len(handles):
+        yield slice(start, len(handles))
 
 
-def _exactly(buffer: memoryview, nbytes: int) -> memoryview:
-    return buffer if buffer.nbytes == nbytes else buffer.cast("B")[:nbytes]
-
-
-def _check_buffer(handle: Handle, data: memoryview, *, writable: bool) -> None:
-    if data.nbytes < handle.nbytes or not data.c_contiguous or (writable and data.readonly):
-        kind = "writable, contiguous" if writable else "contiguous"
-        raise FormatMismatch(
-            f"buffer of {data.nbytes} bytes (contiguous={data.c_contiguous}, readonly={data.readonly}): "
-            f"this block needs a {kind} one of at least {handle.nbytes} bytes"
-        )
+def _check_buffers(items: Iterable[tuple[Handle, memoryview]], *, writable: bool) -> None:
+    for handle, data in items:
+        if data.nbytes < handle.nbytes or not data.c_contiguous or (writable and data.readonly):
+            kind = "writable, contiguous" if writable else "contiguous"
+            raise FormatMismatch(
+                f"buffer of {data.nbytes} bytes (contiguous={data.c_contiguous}, readonly={data.readonly}): "
+                f"this block needs a {kind} one of at least {handle.nbytes} bytes"
+            )
 
 
 def _check_records(refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str], hints: Sequence[Hint]) -> None:
@@ -498,6 +528,8 @@ def _check_records(refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequenc
             f"{len(refs)} refs, {len(sizes)} sizes, {len(fmts)} formats, {len(hints)} hints: expected as many of each"
         )
     known = {fmt for fmt in set(fmts) if 0 < len(fmt) <= _FMT_CHARS and fmt.isascii()}
+    if min(sizes, default=1) >= 1 and {len(ref.key) for ref in refs} <= {STORE_KEY_BYTES} and known.issuperset(fmts):
+        return
     for ref, nbytes, fmt in zip(refs, sizes, fmts, strict=True):
         if nbytes < 1 or len(ref.key) != STORE_KEY_BYTES or fmt not in known:
             raise FormatMismatch(

@@ -57,7 +57,7 @@ def measure_prefill(config: Config) -> float:
     Raises:
         ModelError: the model cannot be loaded.
     """
-    model = load_model(_source(config), _dtype(config), _device(config))
+    model = load_model(_source(config), _dtype(config), _device(config), config.model.weights)
     count = min(_PROMPT_TOKENS, model.config.max_positions - 1)
     size = config.engine.block_size
     options = EngineOptions(

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvtier.errors import FormatMismatch
-from kvtier.nvme.holds import NvmeHandle
 from kvtier.nvme.io import BlockIO, Transfer
 from kvtier.tiers import Handle, Status, expired
 
-__all__ = ["Batch", "Deadlines", "check_buffer", "transfers"]
+__all__ = ["Batch", "Deadlines", "check_buffers"]
 
 _log = logging.getLogger(__name__)
 
@@ -163,16 +162,12 @@ class Deadlines:
                 del batch
 
 
-def transfers(handles: Sequence[NvmeHandle], buffers: Sequence[memoryview]) -> list[Transfer]:
-    """What moves between these handles' extents and these buffers."""
-    return [Transfer.of(handle.extents, handle.nbytes, buffer) for handle, buffer in zip(handles, buffers, strict=True)]
-
-
-def check_buffer(handle: Handle, data: memoryview, *, writable: bool) -> None:
-    """Raise `FormatMismatch` for a buffer that cannot hold the handle's bytes."""
-    if data.nbytes < handle.nbytes or not data.c_contiguous or (writable and data.readonly):
-        kind = "writable, contiguous" if writable else "contiguous"
-        raise FormatMismatch(
-            f"buffer of {data.nbytes} bytes (contiguous={data.c_contiguous}, readonly={data.readonly}): "
-            f"this block needs a {kind} one of at least {handle.nbytes} bytes"
-        )
+def check_buffers(items: Sequence[tuple[Handle, memoryview]], *, writable: bool) -> None:
+    """Raise `FormatMismatch` for a buffer that cannot hold its handle's bytes."""
+    for handle, data in items:
+        if data.nbytes < handle.nbytes or not data.c_contiguous or (writable and data.readonly):
+            kind = "writable, contiguous" if writable else "contiguous"
+            raise FormatMismatch(
+                f"buffer of {data.nbytes} bytes (contiguous={data.c_contiguous}, readonly={data.readonly}): "
+                f"this block needs a {kind} one of at least {handle.nbytes} bytes"
+            )

@@ -6,7 +6,7 @@ outside of it, some records at a time: what another process drops meanwhile is n
 
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvtier.keys import STORE_KEY_BYTES
 from kvtier.nvme.directory import Directory
 from kvtier.nvme.extents import PAGE, Extent, pages_for
 from kvtier.nvme.index import Index
-from kvtier.nvme.io import BlockIO, Transfer
+from kvtier.nvme.io import BlockIO, transfers
 from kvtier.nvme.ledger import Ledger, Record, State
 from kvtier.nvme.recency import HEAD_BYTES, Recency
 from kvtier.nvme.segments import aligned_buffer
@@ -157,18 +157,17 @@ def _windows(listed: Sequence[tuple[bytes, Record]]) -> Iterator[list[tuple[byte
 
 
 def _damaged(index: Index, blocks: BlockIO, window: Sequence[tuple[bytes, Record]]) -> Iterator[tuple[bytes, Record]]:
-    buffer = aligned_buffer(sum(pages_for(record.nbytes) for _, record in window) * PAGE)
-    moving, at = [], 0
-    for _, record in window:
-        moving.append(Transfer.of(record.extents, record.nbytes, buffer[at : at + pages_for(record.nbytes) * PAGE]))
-        at += moving[-1].data.nbytes
+    buffer = aligned_buffer(sum(pages_for(record.nbytes) for _, record in window) * PAGE).data
+    ends = list(accumulate(pages_for(record.nbytes) * PAGE for _, record in window))
+    places = [buffer[start:end] for start, end in pairwise([0, *ends])]
+    moving = transfers([record.extents for _, record in window], [record.nbytes for _, record in window], places)
     errors = blocks.read(moving)
     with index.read() as ledger:
         for (key, record), transfer, error in zip(window, moving, errors, strict=True):
             if ledger.get(key) != record:
                 continue  # another process dropped the record, and may have reused its pages
             ref, fmt = ledger.ref(key, record), ledger.fmt(record)
-            data = transfer.data[: record.nbytes].data
+            data = transfer.data[: record.nbytes]
             if error is not None or block_checksum(ref, fmt, data) != record.checksum:
                 yield key, record
 

@@ -26,11 +26,15 @@ class Counts:
         self._capacity = metrics.capacity_bytes.labels(name)
         # Looking a label up costs as much as moving a small block.
         self._seconds: dict[str, Histogram] = {}
+        self._own: dict[Counter, Counter] = {}
 
     def add(self, metric: Counter, amount: int) -> None:
         """Count on a metric whose only label is the tier."""
         if amount:
-            metric.labels(self.name).inc(amount)
+            own = self._own.get(metric)
+            if own is None:
+                own = self._own[metric] = metric.labels(self.name)
+            own.inc(amount)
 
     def dropped(self, reason: str, blocks: int) -> None:
         """Blocks that were not taken."""

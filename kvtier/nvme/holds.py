@@ -66,7 +66,7 @@ class _Lease:
     __slots__ = ("count", "extents", "removed", "row")
 
     def __init__(self, extents: tuple[Extent, ...], row: int) -> None:
-        self.count = 0
+        self.count = 1
         self.extents = extents
         self.row = row
         self.removed = False
@@ -102,14 +102,16 @@ class Holds:
 
     # ---- leases
 
-    def lease(self, handle: NvmeHandle, row: int) -> None:
-        """Begin a reader's lease."""
-        self.leases.add(handle)
-        page = handle.extents[0].page
-        lease = self._by_page.get(page)
-        if lease is None:
-            lease = self._by_page[page] = _Lease(handle.extents, row)
-        lease.count += 1
+    def lease(self, handles: Sequence[NvmeHandle], rows: Sequence[int]) -> None:
+        """Begin a reader's leases; `rows` are the records'."""
+        self.leases.update(handles)
+        by_page = self._by_page
+        for handle, row in zip(handles, rows, strict=True):
+            page = handle.extents[0][0]
+            if page in by_page:
+                by_page[page].count += 1
+            else:
+                by_page[page] = _Lease(handle.extents, row)
 
     def end_leases(self, handles: Iterable[NvmeHandle]) -> list[Extent]:
         """End leases; returns the pages of removed records that this frees."""
@@ -125,7 +127,7 @@ class Holds:
         """Undo `hold`; returns the pages of removed records that this frees."""
         freed: list[Extent] = []
         for handle in handles:
-            page = handle.extents[0].page
+            page = handle.extents[0][0]
             lease = self._by_page[page]
             lease.count -= 1
             if not lease.count:

@@ -1,55 +1,54 @@
 """Block I/O: records from and to callers' buffers, in as few system calls as the extents allow.
 
 A batch is split among the workers by bytes, never by block. Each worker goes through its share in windows of up to
-4 MiB: adjacent pages of a window move in one call of many buffers. What of a caller's buffer is not page-aligned
-moves through the worker's own bounce buffer.
+4 MiB: adjacent pages of a window move as one run of many buffers, and all runs of a window go to the device together
+(`kvtier.native.vectored`). What of a caller's buffer is not page-aligned moves through the worker's own bounce buffer.
 """
 
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import addressof, c_char
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.native.vectored import addresses
 from kvtier.nvme.extents import PAGE, Extent, pages_for
-from kvtier.nvme.segments import Segments, aligned_buffer
+from kvtier.nvme.segments import PageRun, Segments, aligned_buffer
 
-__all__ = ["BlockIO", "Transfer"]
+__all__ = ["BlockIO", "Transfer", "transfers"]
 
 _RUN_PAGES = 1024
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SHARE_BYTES = 1 << 20
-_NOTHING = np.empty(0, np.uint8)
+_NOTHING = memoryview(b"")
 
 
 class Transfer(NamedTuple):
-    """One record and the caller's memory for it, uint8, at least `nbytes` long, which begins at `address`."""
+    """One record and the caller's memory for it, bytes, at least `nbytes` of them, which begins at `address`."""
 
     extents: tuple[Extent, ...]
     nbytes: int
-    data: NDArray[np.uint8]
+    data: memoryview
     address: int
 
-    @classmethod
-    def of(cls, extents: tuple[Extent, ...], nbytes: int, buffer: memoryview | NDArray[np.uint8]) -> "Transfer":
-        """Of a contiguous buffer."""
-        data = np.frombuffer(buffer, np.uint8)
-        # numpy takes five times as long as ctypes to tell an address, but ctypes wants to write there.
-        told = addressof(c_char.from_buffer(data)) if data.flags.writeable else None  # type: ignore[arg-type]
-        address = data.__array_interface__["data"][0] if told is None else told
-        return cls(extents, nbytes, data, address)
+
+def transfers(
+    extents: Sequence[tuple[Extent, ...]], sizes: Sequence[int], buffers: Sequence[memoryview]
+) -> list[Transfer]:
+    """What moves between these extents and these contiguous buffers."""
+    flat = [buffer if buffer.ndim == 1 and buffer.format == "B" else buffer.cast("B") for buffer in buffers]
+    return list(map(Transfer, extents, sizes, flat, addresses(list(flat))))
 
 
 class _Piece(NamedTuple):
     page: int
     pages: int
     item: int
-    buffer: NDArray[np.uint8]
+    buffer: memoryview
 
 
 class BlockIO:
@@ -57,7 +56,7 @@ class BlockIO:
 
     Args:
         segments: the files.
-        threads: workers; how many requests the device gets at a time.
+        threads: workers; how many windows the device gets at a time.
         name: prefix of the threads' names.
     """
 
@@ -97,33 +96,33 @@ class BlockIO:
         bounced, pieces = self._lay_out(items)
         errors = self._move(items, pieces, self._segments.read)
         for item, start, bounce in bounced:
-            np.copyto(item.data[start : item.nbytes], bounce[: item.nbytes - start])
+            _copy(item.data[start : item.nbytes], bounce)
         return errors
 
     def write(self, items: Sequence[Transfer]) -> list[OSError | None]:
         """Write the items' buffers, zeros behind them up to whole pages."""
         bounced, pieces = self._lay_out(items)
         for item, start, bounce in bounced:
-            np.copyto(bounce[: item.nbytes - start], item.data[start : item.nbytes])
-            bounce[item.nbytes - start :] = 0
+            count = item.nbytes - start
+            _copy(bounce[:count], item.data[start:])
+            bounce[count:] = bytes(bounce.nbytes - count)
         return self._move(items, pieces, self._segments.write)
 
     def _move(
         self,
         items: Sequence[Transfer],
         pieces: list[_Piece],
-        move: Callable[[int, Sequence[NDArray[np.uint8]]], None],
+        move: Callable[[Sequence[PageRun]], list[OSError | None]],
     ) -> list[OSError | None]:
         errors: list[OSError | None] = [None] * len(items)
-        for run in self._runs(pieces):
-            try:
-                move(run[0].page, [piece.buffer for piece in run])
-            except OSError as error:
-                for piece in run:
-                    errors[piece.item] = error
+        runs = list(self._runs(pieces))
+        failed = move([(run[0].page, [piece.buffer for piece in run]) for run in runs])
+        for run, error in zip(runs, failed, strict=True):
+            for piece in run if error is not None else ():
+                errors[piece.item] = error
         return errors
 
-    def _lay_out(self, items: Sequence[Transfer]) -> tuple[list[tuple[Transfer, int, NDArray[np.uint8]]], list[_Piece]]:
+    def _lay_out(self, items: Sequence[Transfer]) -> tuple[list[tuple[Transfer, int, memoryview]], list[_Piece]]:
         """Which part of each item goes through which bounce buffer, and what goes where."""
         pieces: list[_Piece] = []
         indirect: list[tuple[int, Transfer, int]] = []
@@ -137,7 +136,7 @@ class BlockIO:
                 indirect.append((number, item, start))
                 needed += extra
         memory = self._bounce(needed) if needed else _NOTHING
-        bounced: list[tuple[Transfer, int, NDArray[np.uint8]]] = []
+        bounced: list[tuple[Transfer, int, memoryview]] = []
         at = 0
         for number, item, start in indirect:
             extra = pages_for(item.nbytes) * PAGE - start
@@ -153,7 +152,7 @@ class BlockIO:
         files = self._segments.pages_per_file
         return len(item.extents) == 1 and item.extents[0].page % files + pages <= files and pages <= _RUN_PAGES
 
-    def _pieces(self, number: int, item: Transfer, start: int, bounce: NDArray[np.uint8]) -> Iterator[_Piece]:
+    def _pieces(self, number: int, item: Transfer, start: int, bounce: memoryview) -> Iterator[_Piece]:
         """The item's bytes, cut where its extents, a file, one call or its direct part end."""
         at, direct = 0, start // PAGE
         for page, left in item.extents:
@@ -171,11 +170,11 @@ class BlockIO:
         padded = pages_for(item.nbytes) * PAGE
         return padded if item.data.nbytes >= padded else item.nbytes // PAGE * PAGE
 
-    def _bounce(self, nbytes: int) -> NDArray[np.uint8]:
+    def _bounce(self, nbytes: int) -> memoryview:
         memory: NDArray[np.uint8] | None = getattr(self._local, "bounce", None)
         if memory is None or memory.nbytes < nbytes:
             memory = self._local.bounce = aligned_buffer(max(nbytes, _RUN_PAGES * PAGE))
-        return memory
+        return memory.data
 
     def _runs(self, pieces: list[_Piece]) -> Iterator[list[_Piece]]:
         """Pieces on adjacent pages of one file, at most 4 MiB and one call's buffers."""
@@ -195,6 +194,11 @@ class BlockIO:
     def close(self) -> None:
         """Finish what was submitted and end the workers."""
         self._pool.shutdown()
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy as much as the target holds, without the GIL."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8, target.nbytes))
 
 
 def _cuts(sizes: Sequence[int], shares: int) -> list[tuple[int, int]]:

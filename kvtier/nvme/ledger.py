@@ -72,8 +72,10 @@ class Record(NamedTuple):
     def unpack(cls, data: bytes) -> "Record":
         """Inverse of `pack`."""
         page, nbytes, fmt, flags, depth, ns, row, parent, checksum = _RECORD.unpack_from(data)
-        extents: tuple[Extent, ...] = (Extent(page, -(-nbytes // PAGE)),)
-        if flags & _SPLIT:
+        extents: tuple[Extent, ...]
+        if not flags & _SPLIT:
+            extents = (Extent(page, -(-nbytes // PAGE)),)
+        else:
             first, *rest = _PARTS.unpack_from(data, _RECORD.size)
             parts = [Extent(page, first), Extent(*rest[:2]), Extent(*rest[2:])]
             extents = tuple(part for part in parts if part.pages)
@@ -203,8 +205,8 @@ class Ledger:
         names: shared by all ledgers of the process.
     """
 
-    __slots__ = ("_blk", "_dbs", "_freed", "_fresh", "_names", "_preparing", "_reserved", "_resv", "_stored", "_used",
-                 "free", "prepared", "total", "txn")  # fmt: skip
+    __slots__ = ("_blk", "_by_row", "_dbs", "_freed", "_fresh", "_names", "_preparing", "_reserved", "_resv", "_stored",
+                 "_used", "free", "prepared", "total", "txn")  # fmt: skip
 
     def __init__(self, txn: Any, dbs: Mapping[str, Any], names: Names) -> None:
         self.txn = txn
@@ -215,6 +217,7 @@ class Ledger:
         self._names = names
         self._freed: list[Extent] = []
         self._fresh: set[bytes] = set()
+        self._by_row: Any = None  # a cursor, opened once per transaction, which ends it
         packed = txn.get(b"state", db=dbs["meta"])
         self.state = self._stored = State(*_STATE.unpack(packed)) if packed else State()
 
@@ -256,11 +259,15 @@ class Ledger:
 
     def at_row(self, head: bytes, row: int) -> tuple[bytes, Record] | None:
         """The record that recency row `row` belongs to, found by the head of its key."""
-        for key, record in self.records(head.ljust(STORE_KEY_BYTES, b"\0")):
-            if not key.startswith(head):
-                break
+        cursor = self._by_row
+        if cursor is None:
+            cursor = self._by_row = self.txn.cursor(self._blk)
+        there = cursor.set_range(head.ljust(STORE_KEY_BYTES, b"\0"))
+        while there and (key := cast(bytes, cursor.key())).startswith(head):
+            record = Record.unpack(cursor.value())
             if record.row == row:
                 return key, record
+            there = cursor.next()
         return None
 
     def records(self, start: bytes = bytes(STORE_KEY_BYTES)) -> Iterator[tuple[bytes, Record]]:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from kvtier.errors import FormatMismatch, TierError
 from kvtier.hints import Hint
-from kvtier.native.checksum import copy_checksum
-from kvtier.nvme.batch import Batch, Deadlines, check_buffer, transfers
+from kvtier.native.checksum import copy_checksums
+from kvtier.nvme.batch import Batch, Deadlines, check_buffers
 from kvtier.nvme.counting import Counts
 from kvtier.nvme.holds import NvmeHandle
-from kvtier.nvme.io import BlockIO, Transfer
+from kvtier.nvme.io import BlockIO, Transfer, transfers
 from kvtier.nvme.opening import Opened
 from kvtier.nvme.segments import SegmentLost
-from kvtier.tiers import OWN_WORK, Completions, Handle, Owner, Status, Ticket, checksum_head, expired
+from kvtier.tiers import OWN_WORK, Completions, Handle, Owner, Status, Ticket, checksum_heads, expired
 
 __all__ = ["Reader"]
 
@@ -79,6 +79,7 @@ class Reader:
 
     def _lease(self, keys: Sequence[bytes], owner: Owner, rows: list[int], *, exact: bool) -> list[NvmeHandle]:
         handles: list[NvmeHandle] = []
+        found: list[int] = []
         holds = self._holds
         with self._index.read(self._lock) as ledger:
             holds.require_open()
@@ -87,28 +88,27 @@ class Reader:
                 if record is None or (exact and not record.exact) or holds.is_doomed(record):
                     break
                 extents, nbytes, _, _, _, _, row, _, checksum = record
-                handle = NvmeHandle(
-                    ledger.ref(key, record), nbytes, ledger.fmt(record), owner, extents, checksum=checksum
-                )
-                holds.lease(handle, row)
-                handles.append(handle)
-                rows.append(row)
+                ref, fmt = ledger.ref(key, record), ledger.fmt(record)
+                handles.append(NvmeHandle(ref, nbytes, fmt, owner, extents, checksum=checksum))
+                found.append(row)
+            holds.lease(handles, found)
+        rows += found
         return handles
 
     def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         """See `Tier.read`."""
-        for handle, out in items:
-            check_buffer(handle, out, writable=True)
+        check_buffers(items, writable=True)
         with self._lock:
             self._holds.require_open()
             handles = self._holds.require([handle for handle, _ in items], leased=True)
             self._holds.hold(handles)
-        moving = transfers(handles, [out for _, out in items])
+        sizes = [handle.nbytes for handle in handles]
+        moving = transfers([handle.extents for handle in handles], sizes, [out for _, out in items])
         ticket, start = Ticket(), time.perf_counter()
 
         def move(window: list[int]) -> list[Status]:
-            errors = self._blocks.read([moving[at] for at in window])
-            return [self._verified(handles[at], moving[at], error) for at, error in zip(window, errors, strict=True)]
+            some = [moving[at] for at in window]
+            return self._verified([handles[at] for at in window], some, self._blocks.read(some))
 
         def done(statuses: list[Status]) -> None:
             try:
@@ -124,14 +124,29 @@ class Reader:
         Batch(self._blocks, moving, deadline, move, done, Status.MISS).start(self._deadlines)
         return ticket
 
-    def _verified(self, handle: NvmeHandle, transfer: Transfer, error: OSError | None) -> Status:
-        if error is not None:
-            self._counts.failed("read", error)
-            self._heal(handle, error)
-            return Status.MISS
-        head = checksum_head(handle.ref, handle.fmt)
-        if copy_checksum(head, transfer.data[: handle.nbytes].data) == handle.checksum:
-            return Status.OK
+    def _verified(
+        self, handles: Sequence[NvmeHandle], moved: Sequence[Transfer], errors: Sequence[OSError | None]
+    ) -> list[Status]:
+        found = copy_checksums(
+            checksum_heads(handles),
+            [transfer.data for transfer in moved],
+            [None] * len(moved),
+            [transfer.nbytes for transfer in moved],
+        )
+        statuses = []
+        for handle, checksum, error in zip(handles, found, errors, strict=True):
+            if error is not None:
+                statuses.append(self._unreadable(handle, error))
+            else:
+                statuses.append(Status.OK if checksum == handle.checksum else self._damaged(handle))
+        return statuses
+
+    def _unreadable(self, handle: NvmeHandle, error: OSError) -> Status:
+        self._counts.failed("read", error)
+        self._heal(handle, error)
+        return Status.MISS
+
+    def _damaged(self, handle: NvmeHandle) -> Status:
         try:
             dropped = self._drop(handle)
         except TierError as failure:

@@ -160,6 +160,8 @@ class Recency:
 
     def _raise(self, current: NDArray[np.void], row: int, now: int) -> None:
         """Renew the ancestors of a row that was renewed."""
+        if not current["parent"][row]:
+            return
         shift = self._shift(len(current))
         age, rows = now >> shift, len(current)
         stamp, key, parent_row, parent, ttl = (
@@ -188,9 +190,10 @@ class Recency:
         current = self._current()
         if len(self._stale) < count:
             self._probe(current)
+        keys = current["key"]
         while self._stale and len(taken) < count:
             row, _ = self._stale.popitem()
-            if ledger.at_row(current["key"][row].tobytes(), row) is None:
+            if ledger.at_row(keys[row].tobytes(), row) is None:
                 taken[row] = None
         used = len(current)
         missing = count - len(taken)

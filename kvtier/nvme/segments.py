@@ -7,15 +7,21 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.native.checksum import Bytes
+from kvtier.native.vectored import ENDED, FileRun, move
 from kvtier.nvme.extents import PAGE, Extent
 
-__all__ = ["SegmentLost", "Segments", "aligned_buffer", "disk_free", "takes_direct_io"]
+__all__ = ["PageRun", "SegmentLost", "Segments", "aligned_buffer", "disk_free", "takes_direct_io"]
 
 _ZEROS_PAGES = 1024
+
+PageRun: TypeAlias = tuple[int, list[Bytes]]
+"""Buffers, whole pages, that lie one behind the other in one file, and the first page."""
 
 
 def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
@@ -122,41 +128,56 @@ class Segments:
             os.posix_fallocate(self._fd(number, make=True), inside * PAGE, count * PAGE)
 
     def zero(self, extent: Extent) -> None:
-        """Write zeros once, so that later writes find written blocks (which are about twice as fast)."""
-        page, left = extent
-        while left:
-            count = min(left, _ZEROS_PAGES, self.pages_per_file - page % self.pages_per_file)
-            self.write(page, [self._zeros[: count * PAGE]])
-            page, left = page + count, left - count
-
-    def read(self, page: int, buffers: Sequence[NDArray[np.uint8]]) -> None:
-        """Fill buffers (whole pages) from consecutive pages of one file.
-
-        Raises:
-            SegmentLost: there is no such file, or it ends before.
-            OSError: the device failed.
-        """
-        number, inside = divmod(page, self.pages_per_file)
-        fd, offset, rest = self._fd(number, make=False), inside * PAGE, buffers
-        while rest:
-            done = os.preadv(fd, rest, offset)  # type: ignore[arg-type]  # arrays are buffers
-            if done == 0:
-                raise SegmentLost(self._path(number), number, f"ends at byte {offset}")
-            offset, rest = offset + done, _rest(rest, done)
-
-    def write(self, page: int, buffers: Sequence[NDArray[np.uint8]]) -> None:
-        """Write buffers (whole pages) to consecutive pages of one file.
+        """Write zeros once, so that later writes find written blocks (which are about twice as fast).
 
         Raises:
             OSError: the device failed or is full.
         """
-        number, inside = divmod(page, self.pages_per_file)
-        fd, offset, rest = self._fd(number, make=True), inside * PAGE, buffers
-        with self._lock:
-            self._dirty.add(number)
-        while rest:
-            done = os.pwritev(fd, rest, offset)  # type: ignore[arg-type]  # arrays are buffers
-            offset, rest = offset + done, _rest(rest, done)
+        page, left = extent
+        while left:
+            count = min(left, _ZEROS_PAGES, self.pages_per_file - page % self.pages_per_file)
+            (error,) = self.write([(page, [self._zeros[: count * PAGE].data])])
+            if error is not None:
+                raise error
+            page, left = page + count, left - count
+
+    def read(self, runs: Sequence[PageRun]) -> list[OSError | None]:
+        """Fill buffers from the pages of each run.
+
+        Returns:
+            For each run what was wrong with it: `SegmentLost`, if there is no such file or it ends before, or what
+            the device said.
+        """
+        return self._move(runs, writes=False)
+
+    def write(self, runs: Sequence[PageRun]) -> list[OSError | None]:
+        """Write buffers to the pages of each run; returns what the device said of each, if it failed or is full."""
+        return self._move(runs, writes=True)
+
+    def _move(self, runs: Sequence[PageRun], *, writes: bool) -> list[OSError | None]:
+        errors: list[OSError | None] = [None] * len(runs)
+        moving: list[FileRun] = []
+        places: list[int] = []
+        for at, (page, buffers) in enumerate(runs):
+            number, inside = divmod(page, self.pages_per_file)
+            try:
+                moving.append((self._fd(number, make=writes), inside * PAGE, buffers))
+                places.append(at)
+            except OSError as error:
+                errors[at] = error
+        if writes:
+            with self._lock:
+                self._dirty.update(runs[at][0] // self.pages_per_file for at in places)
+        for at, code in zip(places, move(moving, writes=writes), strict=True):
+            if code:
+                errors[at] = self._error(runs[at][0] // self.pages_per_file, code)
+        return errors
+
+    def _error(self, number: int, code: int) -> OSError:
+        path = self._path(number)
+        if code == ENDED:
+            return SegmentLost(path, number, f"ends at byte {path.stat().st_size if path.is_file() else 0}")
+        return OSError(code, os.strerror(code), str(path))
 
     def sync(self) -> None:
         """Have the device keep everything written so far.
@@ -195,12 +216,3 @@ class Segments:
                 os.close(fd)
             self._fds.clear()
             self._retired.clear()
-
-
-def _rest(buffers: Sequence[NDArray[np.uint8]], done: int) -> list[NDArray[np.uint8]]:
-    """What is left of the buffers behind the first `done` bytes."""
-    for at, buffer in enumerate(buffers):
-        if done < buffer.nbytes:
-            return [buffer[done:], *buffers[at + 1 :]]
-        done -= buffer.nbytes
-    return []

@@ -9,13 +9,13 @@ from kvtier.errors import FormatMismatch, LeaseError, TierFull
 from kvtier.formats import fidelity
 from kvtier.hints import Hint
 from kvtier.keys import STORE_KEY_BYTES
-from kvtier.native.checksum import copy_checksum
-from kvtier.nvme.batch import Batch, Deadlines, check_buffer, transfers
+from kvtier.native.checksum import copy_checksums
+from kvtier.nvme.batch import Batch, Deadlines, check_buffers
 from kvtier.nvme.counting import Counts
 from kvtier.nvme.extents import PAGE, Extent, merged, pages_for
 from kvtier.nvme.grouping import GroupCommit
 from kvtier.nvme.holds import NvmeHandle, Rank, record_rank
-from kvtier.nvme.io import BlockIO
+from kvtier.nvme.io import BlockIO, transfers
 from kvtier.nvme.ledger import Record
 from kvtier.nvme.opening import Opened
 from kvtier.nvme.space import Change, Placed
@@ -29,7 +29,7 @@ from kvtier.tiers import (
     Reservation,
     Status,
     Ticket,
-    checksum_head,
+    checksum_heads,
 )
 
 __all__ = ["Writer"]
@@ -153,20 +153,18 @@ class Writer:
 
     def write(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         """See `Tier.write`. The buffers must stay as they are until the ticket is done."""
-        for handle, data in items:
-            check_buffer(handle, data, writable=False)
+        check_buffers(items, writable=False)
         # Here and not in the workers, which have the batch before on the disk meanwhile.
-        checksums = [
-            copy_checksum(checksum_head(handle.ref, handle.fmt), data.cast("B")[: handle.nbytes])
-            for handle, data in items
-        ]
+        heads, sizes = checksum_heads([handle for handle, _ in items]), [handle.nbytes for handle, _ in items]
+        buffers = [data for _, data in items]
+        checksums = copy_checksums(heads, list(buffers), [None] * len(buffers), sizes)
         with self._lock:
             self._holds.require_open()
             handles = self._holds.require([handle for handle, _ in items], leased=False)
             for handle in handles:
                 handle.checksum = b""
                 handle.moves += 1
-        moving = transfers(handles, [data for _, data in items])
+        moving = transfers([handle.extents for handle in handles], sizes, buffers)
         ticket, start = Ticket(), time.perf_counter()
 
         def move(window: list[int]) -> list[Status]:

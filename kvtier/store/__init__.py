@@ -4,6 +4,7 @@ from kvtier.store.build import open_store
 from kvtier.store.lease import Lease
 from kvtier.store.options import StoreOptions
 from kvtier.store.prefetching import Prefetch
+from kvtier.store.private import PrivateObject
 from kvtier.store.results import Located, PrefetchResult, PutResult, StoreMatch
 from kvtier.store.tiered import TieredStore
 
@@ -12,6 +13,7 @@ __all__ = [
     "Located",
     "Prefetch",
     "PrefetchResult",
+    "PrivateObject",
     "PutResult",
     "StoreMatch",
     "StoreOptions",

@@ -28,6 +28,7 @@ from kvtier.store.leasing import Leases, Pins
 from kvtier.store.options import StoreOptions
 from kvtier.store.placement import Placed, Placement
 from kvtier.store.port import Port
+from kvtier.store.private import PrivateObjects
 from kvtier.store.prefetching import Prefetch, prefetch_steps
 from kvtier.store.promotion import Promoter
 from kvtier.store.putting import Item, Putter
@@ -98,6 +99,7 @@ class TieredStore:
         self._turns = Turns(options.prefetch, self._book, clock)
         # Puts keep their order, parents first.
         self._puts = Lane("kvtier-put", 1)
+        self.private = PrivateObjects(host, gate, self._puts)
         self._deadlines = Deadlines(self._ports, options.load_deadline)
         self._prefetches: dict[Owner, set[Prefetch]] = {}
         self._lock = threading.Lock()
@@ -145,6 +147,10 @@ class TieredStore:
         run = len(self._leases.match(keys, parts, exact=exact))
         # A damaged or deleted block leaves its descendants on disk: a hole that is leapt over would stay for good.
         return self._leases.unbroken(keys[: run * parts], parts, exact=exact)
+
+    def keeps_exact(self) -> bool:
+        """Whether what is put as exact is exact in host, too."""
+        return self._recoder.keeps_exact()
 
     def held(self, keys: Sequence[bytes], *, exact: bool) -> list[bool]:
         """Which of `keys` are in host, and (`exact`) exact where host can keep them so; each by itself, no run."""

@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 from prometheus_client import Counter as Metric
 
-from kvtier.cpu.holds import HostHandle
+from kvtier.cpu.holds import Extent, HostHandle, Lease
 from kvtier.cpu.records import RecordTable
 from kvtier.cpu.region import PAGE, round_up
 from kvtier.cpu.slab import HostSlab
@@ -94,17 +94,8 @@ class Medium:
         return True
 
 
-class _Region:
-    """Stands where the record table expects memory: every record's view is empty."""
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        return memoryview(b"")
-
-
 class _Ledger:
     """Stands where the record table expects a slab: counts pages, and has none."""
-
-    region = _Region()
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes - nbytes % PAGE
@@ -113,13 +104,17 @@ class _Ledger:
         self._live: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int | None:
+        offsets = self.allocate_many(nbytes, 1)
+        return offsets[0] if offsets else None
+
+    def allocate_many(self, nbytes: int, count: int) -> list[int]:
         size = round_up(nbytes)
-        if self.used_bytes + size > self.nbytes:
-            return None
-        self.used_bytes += size
-        self._offset += size
-        self._live[self._offset] = size
-        return self._offset
+        count = min(count, (self.nbytes - self.used_bytes) // size)
+        offsets = list(range(self._offset, self._offset + count * size, size))
+        self._offset += count * size
+        self.used_bytes += count * size
+        self._live.update(dict.fromkeys(offsets, size))
+        return offsets
 
     def free(self, offset: int) -> None:
         self.used_bytes -= self._live.pop(offset)
@@ -203,7 +198,7 @@ class SimulatedTier:
             if out.readonly or out.nbytes < handle.nbytes:
                 raise FormatMismatch(f"buffer of {out.nbytes} bytes: expected a writable one of {handle.nbytes} bytes")
         with self._open():
-            handles = self._table.require([handle for handle, _ in items], leased=True)
+            handles = self._table.require([handle for handle, _ in items], Lease)
             self._table.hold(handles)
         try:
             statuses = [self._read(handle, out, deadline) for handle, (_, out) in zip(handles, items, strict=True)]
@@ -213,7 +208,7 @@ class SimulatedTier:
         self._count_bytes(self._metrics.read_bytes, handles, statuses)
         return self._finish(statuses)
 
-    def _read(self, handle: HostHandle, out: memoryview, deadline: float | None) -> Status:
+    def _read(self, handle: Lease, out: memoryview, deadline: float | None) -> Status:
         if not self.medium.transfer(handle.nbytes, deadline):
             return Status.TIMEOUT
         if handle.extent.checksum != _DAMAGED:
@@ -230,17 +225,12 @@ class SimulatedTier:
         """See `Tier.release`. After `close`, which ended all leases, nothing happens."""
         with self._changed():
             if not self._closed:
-                self._table.release(self._table.require(handles, leased=True))
+                self._table.release(self._table.require(handles, Lease))
 
     def release_owner(self, owner: Owner) -> None:
         """See `Tier.release_owner`."""
         with self._changed():
-            self._release_owner(owner)
-
-    def _release_owner(self, owner: Owner) -> None:
-        held = self._table.held_by(owner)
-        self._table.release([handle for handle in held if handle.leased])
-        self._table.abort(held)
+            self._table.release_owner(owner)
 
     # ---- writers
 
@@ -270,11 +260,11 @@ class SimulatedTier:
             if data.nbytes < handle.nbytes:
                 raise FormatMismatch(f"buffer of {data.nbytes} bytes: expected at least {handle.nbytes} bytes")
         with self._open():
-            handles = self._table.require([handle for handle, _ in items], leased=False)
+            reserved = self._table.require([handle for handle, _ in items], Extent)
         statuses = []
-        for handle in handles:
-            arrived = self.medium.transfer(handle.nbytes, deadline)
-            handle.extent.checksum = _WRITTEN if arrived else b""
+        for extent in reserved:
+            arrived = self.medium.transfer(extent.nbytes, deadline)
+            extent.checksum = _WRITTEN if arrived else b""
             statuses.append(Status.OK if arrived else Status.TIMEOUT)
         return self._finish(statuses)
 
@@ -282,8 +272,8 @@ class SimulatedTier:
         """See `Tier.commit`."""
         with self._changed():
             self._require_open()
-            reserved = self._table.require(handles, leased=False)
-            unwritten = next((handle for handle in reserved if not handle.extent.checksum), None)
+            reserved = self._table.require(handles, Extent)
+            unwritten = next((extent for extent in reserved if not extent.checksum), None)
             if unwritten is not None:
                 raise LeaseError(f"block {unwritten.ref.key.hex()} was never completely written: write it or abort")
             self._table.commit(reserved)
@@ -354,7 +344,7 @@ class SimulatedTier:
         with self._changed():
             self._closed = True
             for owner in self._table.owners():
-                self._release_owner(owner)
+                self._table.release_owner(owner)
             self._drop_namespace(None)
 
     @contextmanager

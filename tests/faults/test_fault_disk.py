@@ -132,6 +132,7 @@ def test_one_bad_page_costs_one_block_and_its_descendants(tmp_path: Path, monkey
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return preadv(fd, buffers, at)
 
+        monkeypatch.setattr("kvtier.native.vectored._compiled", None)
         monkeypatch.setattr(os, "preadv", broken)
         # Adjacent pages move in one call, so all that lie in it may be lost with it, never more and never wrong.
         assert world.fetched(refs) <= 5

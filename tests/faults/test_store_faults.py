@@ -45,9 +45,9 @@ def test_what_the_tier_does_not_take_stays_in_host(store: TieredStore, below: Fa
     assert store.put(batch).result().stored == 4
     store._placement.settle()
     assert fetched(store, keys("a", 4)) == 4
+    store.flush()  # what the tier did not take is owed, and was tried again because it was used
     below.heal()
     assert below.stats()["reservations"] == 0
-    store.flush()
     store.clear("host")
     left = fetched(store, keys("a", 4))
     assert left in (0, 4)
@@ -181,7 +181,7 @@ def test_what_is_damaged_in_host_is_not_carried_down() -> None:
     with contextlib.closing(TieredStore(host, [below], metrics=metrics, options=options)) as store:
         store.put(items("a", 3)).result()
         handles = host.acquire(keys("a", 3), "test").wait().handles
-        handles[1].extent.memory[7] ^= 1
+        host._memory(handles[1])[7] ^= 1
         host.release(handles)
         store.put(items("a", 3)).result()
         store.flush()

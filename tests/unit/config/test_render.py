@@ -62,6 +62,7 @@ def test_explain_names_the_source_of_every_line():
         "[tiering]",
         "[tiering.host]",
         "[tiering.nvme]",
+        "[server]",
         "[log]",
     ]
     assert tomllib.loads("\n".join(lines))["tiering"]["host"] == {

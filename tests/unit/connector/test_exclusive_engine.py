@@ -104,7 +104,7 @@ def test_a_copied_block_does_not_overwrite_what_is_evacuated(loaded: LoadedModel
         share = staging.regions()[0]
         worker = TierWorker({share.region: AttachedRegion(share.fd, share.nbytes, share.writable)}, layout)
         with contextlib.closing(worker):
-            runner = Runner(loaded.model, pool, worker)
+            runner = Runner(loaded.model, pool, frozenset(), worker)
             (span,) = staging.allocate(1)
             transfers = TransferPlan(evacuations={5: (Save(2, span),)})
             runner.begin(StepPlan(Step(0, (), frozenset({2})), (), (), (BlockCopy(1, 2),), transfers))

@@ -9,7 +9,7 @@ from kvtier.cpu import HostTier
 from kvtier.errors import CapacityError, FormatMismatch, LeaseError, TierUnavailable
 from kvtier.hints import NO_HINT, Hint
 from kvtier.metrics import Metrics
-from kvtier.native.checksum import copy_checksum
+from kvtier.native.checksum import copy_checksums
 from kvtier.policies import LruPolicy
 from kvtier.testing.blocks import chain_refs, content, load, put, run_length
 from kvtier.tiers import Exists, Full, Handle, Status
@@ -168,12 +168,12 @@ def hook_bytes(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> N
     """Run `call` once, in the middle of the next operation that reads or moves bytes."""
     waiting = [call]
 
-    def checksum(*args) -> bytes:
+    def checksums(*args) -> list[bytes]:
         while waiting:
             waiting.pop()()
-        return copy_checksum(*args)
+        return copy_checksums(*args)
 
-    monkeypatch.setattr("kvtier.cpu.tier.copy_checksum", checksum)
+    monkeypatch.setattr("kvtier.cpu.tier.copy_checksums", checksums)
 
 
 def test_abort_during_a_write_does_not_free_the_memory_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +221,7 @@ def test_deadline_in_the_middle_ends_the_run(monkeypatch: pytest.MonkeyPatch) ->
     keys = [ref.key for ref in refs]
     put(tier, refs, SIZE)
     deadline = time.monotonic() + 3600
+    monkeypatch.setattr("kvtier.cpu.tier._WINDOW_BYTES", SIZE)
     hook_bytes(monkeypatch, lambda: monkeypatch.setattr("kvtier.cpu.tier.expired", lambda _: True))
     done = tier.acquire(keys, "reader", deadline).wait()
     assert done.statuses == (Status.OK, Status.TIMEOUT, Status.TIMEOUT)
@@ -439,7 +440,7 @@ def test_copies_out_no_damaged_block() -> None:
     keys = [ref.key for ref in refs]
     put(tier, refs, SIZE)
     handle = tier.acquire(keys[1:2], "reader").wait().handles[0]
-    handle.extent.memory[9] ^= 1
+    tier._memory(handle)[9] ^= 1
     tier.release([handle])
     statuses = tier.copy_out(keys, [memoryview(bytearray(SIZE))] * 3, "reader").wait().statuses
     assert statuses == (Status.OK, Status.CORRUPT, Status.MISS)

@@ -54,6 +54,7 @@ def _fail_with(monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
     def broken(*_: object) -> int:
         raise OSError(code, os.strerror(code))
 
+    monkeypatch.setattr("kvtier.native.vectored._compiled", None)
     monkeypatch.setattr(os, call, broken)
 
 
@@ -151,6 +152,7 @@ def test_abort_during_a_write_frees_afterwards(tier: NvmeTier, monkeypatch: pyte
 
     handles = _reserve(tier, chain_refs(2))
     _wait_until_prepared(tier)
+    monkeypatch.setattr("kvtier.native.vectored._compiled", None)
     monkeypatch.setattr(os, "pwritev", slow)
     ticket = tier.write([(handle, content(handle.ref, _SIZE)) for handle in handles])
     with pytest.raises(LeaseError, match="never completely written"):
@@ -455,6 +457,7 @@ def test_buffered_where_there_is_no_direct_io(
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(first, *rest, **named)
 
+    monkeypatch.setattr("kvtier.native.vectored._compiled", None)
     monkeypatch.setattr(os, refuses, einval)
     tier = NvmeTier(tmp_path / "n", 2 * _MIB, NvmeOptions(min_free_bytes=0), metrics=metrics)
     refs = chain_refs(5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtier.nvme.extents import PAGE, Extent, pages_for
-from kvtier.nvme.io import BlockIO, Transfer
+from kvtier.nvme.io import BlockIO, Transfer, transfers
 from kvtier.nvme.segments import Segments, aligned_buffer, takes_direct_io
 
 _FILE_PAGES = 64
@@ -27,6 +27,10 @@ def _buffer(nbytes: int, offset: int) -> np.ndarray:
     return aligned_buffer(pages_for(nbytes + offset) * PAGE + PAGE)[offset : offset + nbytes]
 
 
+def _transfer(extents: tuple[Extent, ...], nbytes: int, data: np.ndarray) -> Transfer:
+    return transfers([extents], [nbytes], [data.data])[0]
+
+
 def _on_disk(directory: Path) -> bytes:
     return b"".join((directory / f"seg-{number:05}.kv").read_bytes() for number in range(4))
 
@@ -43,11 +47,11 @@ def test_any_length_and_alignment(segments: Segments, tmp_path: Path, nbytes: in
     source = _buffer(nbytes, offset)
     source[:] = np.frombuffer(random.Random(nbytes).randbytes(nbytes), np.uint8)
     extents = (Extent(_FILE_PAGES - 1, pages_for(nbytes)),)  # crosses into the next file
-    assert blocks.write([Transfer.of(extents, nbytes, source)]) == [None]
+    assert blocks.write([_transfer(extents, nbytes, source)]) == [None]
     stored = _on_disk(tmp_path)[(_FILE_PAGES - 1) * PAGE :][: pages_for(nbytes) * PAGE]
     assert stored == source.tobytes() + bytes(len(stored) - nbytes)
     target = _buffer(nbytes, 4096 - offset)
-    assert blocks.read([Transfer.of(extents, nbytes, target)]) == [None]
+    assert blocks.read([_transfer(extents, nbytes, target)]) == [None]
     assert target.tobytes() == source.tobytes()
 
 
@@ -66,10 +70,10 @@ def test_random_scattered_batches(segments: Segments) -> None:
             nbytes = sum(extent.pages for extent in extents) * PAGE - dice.choice([0, 1, 100, PAGE - 1])
             data = _buffer(nbytes, dice.choice([0, 0, 64]))
             data[:] = np.frombuffer(dice.randbytes(nbytes), np.uint8)
-            items.append(Transfer.of(tuple(extents), nbytes, data))
+            items.append(_transfer(tuple(extents), nbytes, data))
         dice.shuffle(items)
         assert not any(blocks.write(items))
-        copies = [Transfer.of(item.extents, item.nbytes, _buffer(item.nbytes, dice.choice([0, 8]))) for item in items]
+        copies = [_transfer(item.extents, item.nbytes, _buffer(item.nbytes, dice.choice([0, 8]))) for item in items]
         shares = blocks.shares(copies)
         assert sorted(at for share in shares for at in share) == list(range(len(copies)))
         for share in shares:
@@ -86,21 +90,23 @@ def test_a_contiguous_run_is_one_call(segments: Segments, monkeypatch: pytest.Mo
         calls.append(len(buffers))
         return preadv(fd, buffers, offset)
 
+    monkeypatch.setattr("kvtier.native.vectored._compiled", None)
     monkeypatch.setattr(os, "preadv", counting)
-    items = [Transfer.of((Extent(4 * at, 4),), 4 * PAGE, _buffer(4 * PAGE, 0)) for at in range(16)]
+    items = [_transfer((Extent(4 * at, 4),), 4 * PAGE, _buffer(4 * PAGE, 0)) for at in range(16)]
     assert not any(BlockIO(segments, 1, "t").read(items))
     assert calls == [16]
 
 
 def test_short_transfers_go_on(segments: Segments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv, pwritev = os.preadv, os.pwritev
+    monkeypatch.setattr("kvtier.native.vectored._compiled", None)
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:PAGE]], offset))
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: pwritev(fd, [buffers[0][:PAGE]], offset))
     source, target = _buffer(5 * PAGE, 0), _buffer(5 * PAGE, 0)
     source[:] = np.arange(5 * PAGE) % 251
     blocks = BlockIO(segments, 1, "t")
-    assert blocks.write([Transfer.of((Extent(2, 5),), 5 * PAGE, source)]) == [None]
-    assert blocks.read([Transfer.of((Extent(2, 5),), 5 * PAGE, target)]) == [None]
+    assert blocks.write([_transfer((Extent(2, 5),), 5 * PAGE, source)]) == [None]
+    assert blocks.read([_transfer((Extent(2, 5),), 5 * PAGE, target)]) == [None]
     assert target.tobytes() == source.tobytes() == _on_disk(tmp_path)[2 * PAGE : 7 * PAGE]
 
 
@@ -112,15 +118,16 @@ def test_an_error_hits_only_what_it_touched(segments: Segments, monkeypatch: pyt
             raise OSError(5, "Input/output error")
         return preadv(fd, buffers, offset)
 
+    monkeypatch.setattr("kvtier.native.vectored._compiled", None)
     monkeypatch.setattr(os, "preadv", broken)
-    items = [Transfer.of((Extent(8 * at, 1),), PAGE, _buffer(PAGE, 0)) for at in range(3)]
+    items = [_transfer((Extent(8 * at, 1),), PAGE, _buffer(PAGE, 0)) for at in range(3)]
     errors = BlockIO(segments, 1, "t").read(items)
     assert [error is None for error in errors] == [True, False, True]
 
 
 def test_a_file_that_ends_early_is_an_error(segments: Segments, tmp_path: Path) -> None:
     os.truncate(tmp_path / "seg-00000.kv", PAGE)
-    error = BlockIO(segments, 1, "t").read([Transfer.of((Extent(0, 2),), 2 * PAGE, _buffer(2 * PAGE, 0))])[0]
+    error = BlockIO(segments, 1, "t").read([_transfer((Extent(0, 2),), 2 * PAGE, _buffer(2 * PAGE, 0))])[0]
     assert error is not None
     assert "ends at byte 4096" in str(error)
 

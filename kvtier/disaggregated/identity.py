@@ -1,0 +1,86 @@
+"""What an engine of either side is: its identity, and how it names blocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from kvtier_engine import namespace_of
+from numpy.typing import NDArray
+
+from kvtier.api import AsyncLLM
+from kvtier.connector.parts import Parts
+from kvtier.disaggregated.messages import Identity
+from kvtier.errors import ConfigError
+from kvtier.keys import Chain
+from kvtier.layout import Layout
+from kvtier.nvme.directory import read_meta
+from kvtier.store import TieredStore
+
+__all__ = ["Side"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One engine of two that share a directory.
+
+    Args:
+        identity: what the other one must be equal to.
+        store: this engine's; its lowest tier is the shared directory.
+        parts: names blocks.
+        block_size: tokens per block.
+        block_bytes: raw, all parts.
+    """
+
+    identity: Identity
+    store: TieredStore
+    parts: Parts
+    block_size: int
+    block_bytes: int
+
+    @classmethod
+    def of(cls, llm: AsyncLLM) -> Self:
+        """The side that an engine is.
+
+        Raises:
+            ConfigError: it has no NVMe tier of its own settings, or one that is not written at once.
+        """
+        store, nvme = llm.store, llm.config.tiering.nvme
+        if store is None or nvme is None or not store.lower:
+            raise ConfigError(
+                "tiering.nvme is off: prefill and decode engines hand KV over in a directory; set tiering.nvme.path"
+            )
+        if store.write_rule != "through":
+            raise ConfigError(
+                f"tiering.nvme.write = {store.write_rule!r}: KV is handed over as it is computed; use 'through', "
+                f"without a write_budget"
+            )
+        meta = read_meta(nvme.path / "META.json")
+        if meta is None:
+            raise ConfigError(f"tiering.nvme.path = {str(nvme.path)!r}: it was removed while it is in use")
+        size = llm.config.engine.block_size
+        layout = llm.model.model.layout(size)
+        namespace = namespace_of(llm.model, layout)
+        identity = Identity(
+            namespace.model,
+            namespace.layout.hex(),
+            namespace.numerics,
+            namespace.scheme,
+            meta.uuid,
+            not store.options.accept_lossy,
+        )
+        return cls(identity, store, Parts(namespace, len(layout.groups), layout.shards), size, _raw_bytes(layout))
+
+    def usable(self, tokens: int) -> int:
+        """Blocks of a prompt that a cache may provide: its last token is always computed."""
+        return (tokens - 1) // self.block_size
+
+    def keys(self, tokens: Sequence[int] | NDArray[np.uint32]) -> list[bytes]:
+        """Store keys of a prompt's usable blocks, block-major."""
+        chain = Chain(self.block_size)
+        chain.extend(tokens)
+        return self.parts.keys(chain.keys[: self.usable(len(tokens))])
+
+
+def _raw_bytes(layout: Layout) -> int:
+    return layout.shards * sum(layout.block_bytes(group) for group in range(len(layout.groups)))

@@ -1,0 +1,90 @@
+"""A server in a thread, on a real socket: over the tiny model, or over any other that is loaded."""
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from tiny_model import tiny_model
+
+from kvtier import AsyncLLM, api
+from kvtier.server.run import DrainingServer, listen
+from kvtier.server.served import Served
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+class RunningServer:
+    """Serves from construction to `stop`."""
+
+    def __init__(self, llm: AsyncLLM, name: str = "tiny", api_keys: Sequence[str] = ()) -> None:
+        self.llm = llm
+        self.served = Served(llm, name)
+        self.server = DrainingServer(self.served, api_keys)
+        taken = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        # Nothing is encrypted here, and to read a machine's certificates takes longer than most of these tests.
+        self.http = httpx.Client(base_url=self.url, timeout=30, verify=False)
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [taken]}, daemon=True)
+        self._thread.start()
+        until(lambda: self.server.started)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        # Not httpx's own JSON, which does not write lone surrogates.
+        headers = {"Content-Type": "application/json"}
+        return self.http.post(path, content=json.dumps(body), headers=headers)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.http.get(path, **options)
+
+    def signal(self) -> None:
+        self.server.handle_exit(15, None)
+
+    def join(self) -> None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def stop(self) -> None:
+        self.http.close()
+        self.signal()
+        self.join()
+        self.llm.close()
+
+    def at_rest(self) -> None:
+        """All blocks came back, and all places in the queue."""
+        until(lambda: self.llm.stats().free_blocks == self.llm.stats().num_blocks)
+        until(lambda: self.served.admission.inflight == 0)
+
+
+def tiny_llm(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncLLM:
+    """The tiny model, with a chat template, in an `AsyncLLM`; `settings` are of the section `server`."""
+    loaded = tiny_model()
+    loaded = replace(loaded, tokenizer=replace(loaded.tokenizer, chat_template=CHAT_TEMPLATE))
+    monkeypatch.setattr(api, "_load", lambda config: loaded)
+    tiering = {"host": {"capacity": "1MiB"}, "recompute_gate": False}
+    return AsyncLLM(tiering=tiering, config={"server": settings}, num_blocks=64, block_size=4, max_running=4)
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, llm: AsyncLLM, seconds: float) -> None:
+    """Every step takes at least so long."""
+    forward = llm.model.model.forward
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return forward(*arguments)
+
+    monkeypatch.setattr(llm.model.model, "forward", slowly)
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
