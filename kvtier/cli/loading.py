@@ -33,8 +33,12 @@ def configured(session: Session, model: str | None, flags: Mapping[str, Mapping[
     return load_config(cli=cli, file=session.loaded.file).config
 
 
-def open_llm(config: Config) -> tuple["AsyncLLM", str]:
+def open_llm(config: Config, prefill: Path | None = None) -> tuple["AsyncLLM", str]:
     """Load the model that `config` names, the default one otherwise; returns it and the name of its directory or file.
+
+    Args:
+        config: settings in force.
+        prefill: socket of the engine that computes its prompts, if any.
 
     Raises:
         KVTierError: see `LLM`.
@@ -42,5 +46,10 @@ def open_llm(config: Config) -> tuple["AsyncLLM", str]:
     from kvtier.api import AsyncLLM  # noqa: PLC0415  # torch: a wrong option is told before it loads
 
     source = config.model.path or str(ensure_default_model(Console(stderr=True)))
-    llm = AsyncLLM(source, config=config.model_dump(exclude={"model": {"path"}}))
+    sections = config.model_dump(exclude={"model": {"path"}})
+    if prefill is None:
+        return AsyncLLM(source, config=sections), Path(source).resolve().name
+    from kvtier.disaggregated import PrefilledLLM  # noqa: PLC0415  # likewise
+
+    llm = PrefilledLLM(source, prefill=prefill, config=sections)
     return llm, Path(source).resolve().name

@@ -28,6 +28,7 @@ def serve(
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File of such keys, one a line.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    prefill: Annotated[Path | None, typer.Option(help="Socket of a `kvtier prefill` that computes prompts.")] = None,
 ) -> None:
     """Serve a model with a tiered KV cache over the OpenAI API. SIGTERM lets what runs end; a second one does not."""
     require_server()
@@ -36,13 +37,15 @@ def serve(
 
     session: Session = context.obj
     flags = {"host": host, "port": port, "api_key_file": api_key_file, "served_model_name": served_model_name}
-    config = configured(session, model, {"server": flags})
+    # What another engine has computed is loaded; whether it might be cheaper to compute here is no question then.
+    ungated = prefill is not None and session.loaded.origins.get("tiering.recompute_gate") == "default"
+    config = configured(session, model, {"server": flags, "tiering": {"recompute_gate": False if ungated else None}})
     if session.loaded.origins["log.level"] == "default":
         # Whoever runs a server wants to see that it listens, and who calls.
         setup_logging("info", config.log.format)
     keys = _keys(api_key, config.server)
     with listen(config.server.host, config.server.port) as taken:
-        llm, name = open_llm(config)
+        llm, name = open_llm(config, prefill)
         try:
             run(llm, config.server.served_model_name or name, taken, keys)
         finally:

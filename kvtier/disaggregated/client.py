@@ -132,7 +132,7 @@ class PrefillClient:
             tokens: of the prompt.
             total: leading full blocks that are wanted.
             priority: see `SamplingParams.priority`.
-            arrived: called in the client's thread with (start, stop) of blocks that have come; it must not block or raise.
+            arrived: called in the client's thread with (start, stop) of blocks that have come; it must return at once.
 
         Raises:
             KVTierError: the client is closed.
@@ -302,6 +302,5 @@ def _unreachable(path: Path, error: Exception) -> KVTierError:
     if isinstance(error, KVTierError):
         return error
     return TierUnavailable(
-        f"no prefill engine answers at {str(path)!r} ({error or 'timeout'}): start `kvtier serve --role prefill "
-        f"--socket {path}`"
+        f"no prefill engine answers at {str(path)!r} ({error or 'timeout'}): start `kvtier prefill --socket {path}`"
     )

@@ -5,9 +5,9 @@
     with DisaggregatedLLM(directory="/dev/shm/kv", prefill={"token_budget": 1024}) as llm:
         print(llm.generate(long_prompt).text)
 
-DistServe (Zhong et al., arXiv:2401.09670) and Splitwise (Patel et al., arXiv:2311.18677) separate the two phases so that
-a long prompt does not delay the tokens of those that are being decoded; Mooncake (Qin et al., arXiv:2407.00079) hands
-the KV over through a store, while prefill still runs.
+DistServe (Zhong et al., arXiv:2401.09670) and Splitwise (Patel et al., arXiv:2311.18677) separate the two phases, so
+that a long prompt does not delay the tokens of those that are being decoded; Mooncake (Qin et al., arXiv:2407.00079)
+hands the KV over through a store, while prefill still runs.
 """
 
 import asyncio

@@ -120,6 +120,7 @@ class PrefillServer:
         server = await asyncio.start_unix_server(self._talk, sock=self._socket)
         tasks = [asyncio.create_task(work) for work in (stop.wait(), self._watch(), self._beat())]
         ready()
+        _log.info("prefill engine listens", extra={"socket": str(self._path)})
         try:
             # Watching and beating never end: where one does, it failed, and without it everybody would wait in vain.
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

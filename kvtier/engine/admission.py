@@ -51,7 +51,7 @@ class Admission:
 
     def consider(self, request: Request, draft: Draft) -> None:
         """Admit a waiting request if it fits."""
-        if request.state is State.SWAPPING_OUT:
+        if request.state is State.SWAPPING_OUT or request.settled:
             return
         self._looks += 1
         outcome = self._admit(request, draft)

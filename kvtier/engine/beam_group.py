@@ -36,6 +36,7 @@ class BeamGroup:
 
     def bring(self, request: Request, candidates: Sequence[tuple[int, float]]) -> bool:
         """A beam's candidates are there; returns whether those of all beams are."""
+        request.settled = True
         self._brought[request.id] = [Candidate(*candidate) for candidate in candidates]
         return len(self._brought) == len(self.beams)
 

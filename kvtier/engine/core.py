@@ -116,6 +116,8 @@ class Engine:
         tokens = self._checked(request_id, prompt)
         if chosen.sparse is not None:
             self._runner.allow_sparse()
+        if chosen.min_tokens and len(chosen.ends(self._tokenizer.eos_ids)) >= self._vocab:
+            raise RequestError(f"request {request_id!r} has min_tokens, but every token ends its output: drop one")
         self._check_token_ids(request_id, chosen.logit_bias, "logit_bias")
         self._check_token_ids(request_id, chosen.stop_token_ids, "stop_token_ids")
         seed = derived_seed(self.options.seed, next(self._numbers)) if chosen.seed is None else chosen.seed

@@ -13,6 +13,9 @@ _MAX_SEED = 2**64 - 1
 _MAX_SEQUENCES = 256
 _MAX_LOGPROBS = 1024
 _MAX_BIAS = 100.0
+_MAX_PENALTY = 100.0
+_LEAST_REPETITION, _MOST_REPETITION = 0.01, 100.0
+_MAX_TARGET = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +118,18 @@ class SamplingParams:
             raise RequestError(f"top_p={self.top_p!r}: expected a number above 0 and at most 1")
         if not (_is_real(self.min_p) and 0 <= self.min_p <= 1):
             raise RequestError(f"min_p={self.min_p!r}: expected a number in 0..1")
-        if not (_is_real(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise RequestError(f"repetition_penalty={self.repetition_penalty!r}: expected a number above 0; 1 is none")
+        least, most = _LEAST_REPETITION, _MOST_REPETITION
+        if not (_is_real(self.repetition_penalty) and least <= self.repetition_penalty <= most):
+            raise RequestError(
+                f"repetition_penalty={self.repetition_penalty!r}: expected a number in {least}..{most:g}; 1 is none"
+            )
         for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
-            if not _is_real(getattr(self, name)):
-                raise RequestError(f"{name}={getattr(self, name)!r}: expected a finite number; 0 is none")
+            if not (_is_real(getattr(self, name)) and abs(getattr(self, name)) <= _MAX_PENALTY):
+                raise RequestError(f"{name}={getattr(self, name)!r}: expected a number in -100..100; 0 is none")
         for name in ("ttft_target", "tpot_target"):
             value = getattr(self, name)
-            if value is not None and not (_is_real(value) and value > 0):
-                raise RequestError(f"{name}={value!r}: expected seconds above 0, or none")
+            if value is not None and not (_is_real(value) and 0 < value <= _MAX_TARGET):
+                raise RequestError(f"{name}={value!r}: expected seconds, above 0 and at most a day, or none")
 
     def _check_beams(self) -> None:
         if self.n > self.beam_width:

@@ -108,6 +108,7 @@ class Request:
         "resumed",
         "scores",
         "seed",
+        "settled",
         "state",
         "table",
         "tokens",
@@ -144,6 +145,7 @@ class Request:
         self._chain = Chain(block_size, extras)
         self._chain.extend(self.tokens)
         self._chained = self.prompt_len
+        self.settled = False  # a beam whose candidates are there, so that it needs no blocks before its next token
         self._forget_progress()
 
     def _plan_afresh(self) -> None:
@@ -278,6 +280,7 @@ class Request:
         """Further output tokens, sampled at `now`; of all but the last one the KV was computed with the drafts."""
         if not tokens:
             return
+        self.settled = False
         metrics = self.metrics
         metrics.first_token = now if metrics.first_token is None else metrics.first_token
         metrics.latest_token = now

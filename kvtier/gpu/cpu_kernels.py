@@ -43,10 +43,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         weight: [D], contiguous, in the dtype of `x`.
         eps: added to the mean square.
     """
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     inner = x.shape[1] if x.dim() == 3 else 1
     compiled().rms_norm(
-        x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), len(x), inner, x.stride(0) * x.itemsize, x.shape[-1],
+        x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), x.shape[0], inner, x.stride(0) * x.itemsize, x.shape[-1],
         _CODES[x.dtype], torch.get_num_threads(), eps,
     )  # fmt: skip
     return out
@@ -54,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(hidden: Tensor, change: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Add `change` to `hidden` in place, both [T, D], and `change` contiguous; returns the RMS norm of the sum."""
-    out = torch.empty(hidden.shape, dtype=hidden.dtype)
+    out = torch.empty_like(hidden)
     count, width = hidden.shape
     compiled().rms_norm(
         hidden.data_ptr(), change.data_ptr(), weight.data_ptr(), out.data_ptr(), count, 1,
@@ -81,7 +81,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def silu_times(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, of gate and up side by side: [T, 2 * D], contiguous -> [T, D]."""
     count, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((count, width), dtype=gate_up.dtype)
+    out = gate_up.new_empty((count, width))
     compiled().silu_times(
         gate_up.data_ptr(), out.data_ptr(), count, width, _CODES[gate_up.dtype], torch.get_num_threads()
     )

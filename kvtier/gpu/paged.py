@@ -105,7 +105,7 @@ class PagedAttention:
             FormatMismatch: tensors that are not those of the planned step. Nothing was written.
         """
         self._check(layer, q, k, v)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(q.shape)
         self._write(layer, k, v)
         self._decode(layer, q, out)
         for prefill in self._plan.prefills:
@@ -182,7 +182,7 @@ class PagedAttention:
                 f"q, k, v of {[list(shape) for shape in shapes]}: the planned step has {tokens} tokens, "
                 f"{self._num_heads} and {pool.group.kv_heads} heads of {pool.group.head_dim}; plan this step's spans"
             )
-        if any(tensor.dtype != pool.tensor.dtype for tensor in (q, k, v)):
+        if not q.dtype == k.dtype == v.dtype == pool.tensor.dtype:
             raise FormatMismatch(f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}: the pool holds {pool.tensor.dtype}")
         if not 0 <= layer < self._geometry.layers:
             raise FormatMismatch(f"layer {layer}: the pool has 0..{self._geometry.layers - 1}")

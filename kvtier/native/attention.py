@@ -160,7 +160,9 @@ def compiled() -> Kernels:
     Raises:
         ConfigError: it was not built.
     """
-    found = kernels() or _load()
+    if _Choice.name is None:
+        kernels()
+    found = _load()
     if found is None:
         raise ConfigError("kvtier.native._attention was not built: install kvtier where there is a C compiler")
     return found

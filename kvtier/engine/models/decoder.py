@@ -98,15 +98,15 @@ class Decoder:
     def _attend(self, index: int, layer: _Layer, normed: Tensor, turn: Rotation, attention: Attention) -> Tensor:
         config = self.config
         heads, kv_heads = config.heads, config.kv_heads
-        qkv = layer.qkv(normed).view(len(normed), -1, config.head_dim)
+        qkv = layer.qkv(normed).view(normed.shape[0], -1, config.head_dim)
         # Q and K lie side by side, so one rotation turns both.
-        qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
+        qk, v = torch.split_with_sizes(qkv, [heads + kv_heads, kv_heads], 1)
         if layer.head_norms is not None:
-            q, k = torch.split(qk, [heads, kv_heads], dim=1)
+            q, k = torch.split_with_sizes(qk, [heads, kv_heads], 1)
             norms = layer.head_norms
             qk = torch.cat((rms_norm(q, norms.q, config.rms_eps), rms_norm(k, norms.k, config.rms_eps)), dim=1)
-        q, k = torch.split(rotate(qk, turn), [heads, kv_heads], dim=1)
-        return attention(index, q, k, v).reshape(len(normed), -1)
+        q, k = torch.split_with_sizes(rotate(qk, turn), [heads, kv_heads], 1)
+        return attention(index, q, k, v).reshape(normed.shape[0], -1)
 
     def _load_layer(self, load: Loader, index: int) -> _Layer:
         config, prefix = self.config, f"model.layers.{index}."

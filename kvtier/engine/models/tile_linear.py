@@ -7,6 +7,7 @@ where oneDNN spends 20 us a call on top of reading the weights, and level with i
 import torch
 from torch import Tensor
 
+from kvtier.errors import ConfigError
 from kvtier.native.products import GRAIN, products
 
 __all__ = ["TileLinear"]
@@ -17,19 +18,24 @@ class TileLinear:
 
     Args:
         weight: [out, in], bfloat16 in CPU memory; both multiples of 32. Ask `runs` first.
+
+    Raises:
+        ConfigError: this machine has no such kernel.
     """
 
-    __slots__ = ("_inputs", "_outputs", "_packed", "_product")
+    __slots__ = ("_inputs", "_outputs", "_packed", "_packed_at", "_product")
 
     def __init__(self, weight: Tensor) -> None:
         found = products()
-        assert found is not None
+        if found is None:
+            raise ConfigError("no AMX kernels here: kvtier.native._products was not built, or the processor has no AMX")
         self._product = found.product
         self._outputs, self._inputs = weight.shape
         panels, steps = self._outputs // 32, self._inputs // 32
         # [panel, tile, output, step, pair, 2] -> [panel, step, tile, pair, output, 2]
         tiles = weight.reshape(panels, 2, 16, steps, 16, 2)
         self._packed = tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
+        self._packed_at = self._packed.data_ptr()
 
     @staticmethod
     def runs(weight: Tensor) -> bool:
@@ -39,12 +45,14 @@ class TileLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out], contiguous."""
-        rows = x if x.stride(1) == 1 else x.contiguous()
-        if rows.dtype is not torch.bfloat16 or rows.shape[1:] != (self._inputs,):
-            raise ValueError(f"{rows.dtype} {list(x.shape)}: expected bfloat16 [T, {self._inputs}]")
-        out = torch.empty((len(rows), self._outputs), dtype=torch.bfloat16)
+        if x.dtype is not torch.bfloat16 or x.dim() != 2 or x.shape[1] != self._inputs:
+            raise ValueError(f"{x.dtype} {list(x.shape)}: expected bfloat16 [T, {self._inputs}]")
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        count = x.shape[0]
+        out = x.new_empty((count, self._outputs))
         self._product(
-            rows.data_ptr(), self._packed.data_ptr(), out.data_ptr(), len(rows), rows.stride(0), self._inputs,
-            self._outputs, torch.get_num_threads(),
+            x.data_ptr(), self._packed_at, out.data_ptr(), count, x.stride(0), self._inputs, self._outputs,
+            torch.get_num_threads(),
         )  # fmt: skip
         return out

@@ -1,6 +1,8 @@
 """Mover: what the copies of one direction do on a device, step by step.
 
-wait for what was launched before -> decode, through a bounce buffer -> raw blocks, one launch a layer -> arrival
+    wait for what was launched before -> decode, through a bounce buffer -> raw blocks, many a launch -> arrival
+
+A batch is looked at piece by piece, so that the device copies one while the host prepares the next.
 """
 
 import logging

@@ -20,6 +20,7 @@ from kvtier.gpu.batches import AttentionSpan
 __all__ = ["DecodeBatch", "PrefillBatch", "tile_shape"]
 
 _MAX_TILE_ROWS = 128
+_TABLE_STEP = 16
 
 
 class DecodeBatch(NamedTuple):
@@ -117,7 +118,9 @@ def tile_shape(longest: int, queries_per_head: int) -> tuple[int, int]:
 
 def _tables(tables: Sequence[Sequence[int]]) -> NDArray[np.int32]:
     lengths = np.fromiter((len(table) for table in tables), np.int64, len(tables))
-    held = np.arange(lengths.max(initial=0)) < lengths[:, None]
+    # One width for many steps: kernels are compiled anew for strides that are not multiples of 16.
+    width = -(-lengths.max(initial=1) // _TABLE_STEP) * _TABLE_STEP
+    held = np.arange(width) < lengths[:, None]
     padded = np.zeros(held.shape, np.int32)
     padded[held] = np.fromiter(chain.from_iterable(tables), np.int32, lengths.sum())
     return padded

@@ -22,17 +22,17 @@ _PROGRAMS, _LEAST_TOKENS = 4, 256
 @kernel
 @no_type_check
 def _combine(
-    partial, sums, rows, lengths, out, chunk, out_row, out_head, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, WINDOW: tl.constexpr
+    partial, sums, rows, lengths, out, splits, chunk, out_row, out_head, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
     sequence, head = tl.program_id(0), tl.program_id(1)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     reach = tl.load(lengths + sequence)
     if WINDOW > 0:
         reach = tl.minimum(reach, WINDOW)
-    splits = tl.arange(0, SPLITS_PAD)
-    held = (splits * chunk < reach) & (splits < SPLITS)
-    places = (sequence.to(tl.int64) * tl.num_programs(1) + head) * SPLITS + splits
+    split = tl.arange(0, SPLITS_PAD)
+    held = (split * chunk < reach) & (split < splits)
+    places = (sequence.to(tl.int64) * tl.num_programs(1) + head) * splits + split
     log_sums = tl.load(sums + places, mask=held, other=float("-inf"))
     weights = tl.exp2(log_sums - tl.max(log_sums, 0))
     mask = held[:, None] & (columns < WIDTH)[None, :]
@@ -59,6 +59,7 @@ def combine(
             "rows": batch.rows,
             "lengths": batch.lengths,
             "out": out,
+            "splits": splits,
             "chunk": chunk,
             "out_row": out.stride(0),
             "out_head": out.stride(1),
@@ -66,7 +67,6 @@ def combine(
         {
             "WIDTH": width,
             "COLUMNS": min(_COLUMNS, padded(width)),
-            "SPLITS": splits,
             "SPLITS_PAD": 1 << (splits - 1).bit_length(),
             "WINDOW": window or 0,
         },

@@ -39,7 +39,7 @@ def _decode(
     q, rows, tables, lengths, cache, out, partial, sums, scale, chunk, table_stride, q_row, q_head, out_row, out_head,
     block, token, HEADS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LATENT: tl.constexpr,
     LATENT_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr, COMPUTE: tl.constexpr
+    SPLIT: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
     # Tiles of heads follow one another: the second one finds the latents in the device's cache.
     tile, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -73,10 +73,10 @@ def _decode(
             product, seen[None, :], latents, cache, places, seen, acc, unused, lift, peak, total, 0, BLOCK_SIZE, COMPUTE
         )
     result, unused, log_sum = finish(acc, unused, lift, peak, total)
-    if SPLITS == 1:
+    if not SPLIT:
         store_rows(out, row * out_row + heads * out_head, held, result, result, LATENT, LATENT_PAD, 0)
     else:
-        at = (sequence.to(tl.int64) * HEADS + heads) * SPLITS + split
+        at = (sequence.to(tl.int64) * HEADS + heads) * tl.num_programs(2) + split
         store_rows(partial, at * LATENT, held, result, result, LATENT, LATENT_PAD, 0)
         tl.store(sums + at, log_sum, mask=held)
 
@@ -158,7 +158,7 @@ def latent_launches(
             "ROPE": width - latent,
             "ROPE_PAD": padded(width - latent),
             "BLOCK_SIZE": cache.shape[1],
-            "SPLITS": splits,
+            "SPLIT": splits > 1,
             "COMPUTE": compute_dtype(q.dtype),
         },
         warps=8 if tile_heads > 32 else 4,

@@ -51,7 +51,7 @@ def _decode(
     q, rows, tables, lengths, key, key_meta, value, value_meta, out, partial, sums, scale, chunk, table_stride,
     q_row, q_head, out_row, out_head, key_block, key_head, key_token, key_meta_block, key_meta_head, value_block,
     value_head, value_token, value_meta_block, value_meta_head, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
     KEY_CODE: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_CODE: tl.constexpr, VALUE_PAD: tl.constexpr,
     COMPUTE: tl.constexpr
 ):  # fmt: skip
@@ -93,10 +93,10 @@ def _decode(
             BLOCK_SIZE, COMPUTE
         )  # fmt: skip
     low, high, log_sum = finish(acc, acc_high, lift, peak, total)
-    if SPLITS == 1:
+    if not SPLIT:
         store_rows(out, row * out_row + heads * out_head, held, low, high, WIDTH, VALUE_PAD, VALUE_CODE)
     else:
-        places = (sequence.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * SPLITS + split
+        places = (sequence.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * tl.num_programs(2) + split
         store_rows(partial, places * WIDTH, held, low, high, WIDTH, VALUE_PAD, VALUE_CODE)
         tl.store(sums + places, log_sum, mask=held)
 
@@ -159,7 +159,7 @@ def decode_launches(
             "scale": scale * LOG2_E,
             "chunk": chunk,
         },
-        constants(q, kv, window) | {"M": padded(heads // kv_heads), "N": tile, "SPLITS": splits},
+        constants(q, kv, window) | {"M": padded(heads // kv_heads), "N": tile, "SPLIT": splits > 1},
         warps=4,
         stages=3 if q.dtype.itemsize == 2 else 2,
     )

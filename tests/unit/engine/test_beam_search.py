@@ -99,3 +99,12 @@ def test_what_beams_cannot_do_is_refused() -> None:
     for settings in ({"n": 3}, {"temperature": 1.0}, {"stop": ("x",)}, {"logprobs": 1}):
         with pytest.raises(RequestError, match=next(iter(settings))):
             SamplingParams(beam_width=2, **settings)  # type: ignore[arg-type]
+
+
+def test_more_beams_than_the_pool_holds_tails_for(reference: LlamaForCausalLM, loaded: LoadedModel) -> None:
+    engine = Engine(loaded, EngineOptions(block_size=4, num_blocks=24, max_running=4))
+    params = SamplingParams(max_tokens=TOKENS, beam_width=16, n=4)
+    sequences, _ = expected(reference, PROMPTS[1], 16)
+    (outputs,) = run(engine, PROMPTS[1:2], params)
+    assert [list(output.token_ids) for output in outputs] == sequences[:4]
+    assert engine.stats().preemptions > 0

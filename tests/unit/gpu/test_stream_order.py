@@ -1,6 +1,7 @@
 """The order of copies and computing, on simulated streams: right for every seed, and wrong once an edge is missing."""
 
 import contextlib
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from stream_world import BYTES, FORGOTTEN, Device, forgetting, holds, memory, repeat, wrong_seeds
 
 from kvtier.gpu import BlockMove, CopyEngine, Direction
+from kvtier.gpu.copies import mover
 from kvtier.gpu.copies.mover import BOUNCE_BLOCKS
 from kvtier.testing.streams import SimulatedStreams, Stuck
 
@@ -101,8 +103,8 @@ def memory_is_reused_after_a_layered_load(streams):
 
 
 def many_pieces_of_a_batch(streams):
-    blocks = 3 * 64 + 5
-    with engine_on(streams, blocks=blocks) as (device, engine):
+    blocks = 3 * 4 + 1
+    with patch.object(mover, "_PIECE_BLOCKS", 4), engine_on(streams, blocks=blocks) as (device, engine):
         for at in range(blocks):
             device.write(at, at + 1)
         targets = [memory() for _ in range(blocks)]
