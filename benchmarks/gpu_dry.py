@@ -68,8 +68,8 @@ def _copy(report: Report) -> list[str]:
 
 
 def _engine(report: Report) -> list[str]:
-    """`gpu.engine.identical` beside itself: that what it runs runs."""
-    same = import_module("gpu_engine").check_identical(report, torch.device("cpu"))
+    """`gpu.dry.engine`: what `gpu.engine.identical` runs, the CPU beside itself."""
+    same = import_module("gpu_engine").check_identical(report, torch.device("cpu"), "gpu.dry.engine")
     return [] if same else ["engine.identical"]
 
 

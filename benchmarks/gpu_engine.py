@@ -108,8 +108,8 @@ def generate(model: SmallDecoder, prompts: Sequence[Sequence[int]], steps: int, 
     return Generated(outputs, seen, seconds, replay)
 
 
-def check_identical(report: Report, device: torch.device) -> bool:
-    """`gpu.engine.identical`: share of tokens that are those of the CPU, up to a sequence's first tie of logits."""
+def check_identical(report: Report, device: torch.device, name: str = "gpu.engine.identical") -> bool:
+    """Share of tokens that are those of the CPU, up to a sequence's first tie of logits."""
     torch.backends.cuda.matmul.allow_tf32 = False
     prompts = [[(7 * row + 3 * at) % _VOCAB for at in range(length)] for row, length in enumerate((1, 15, 16, 33, 200))]
     expected = generate(SmallDecoder(Config(), torch.device("cpu")), prompts, 40)
@@ -118,13 +118,16 @@ def check_identical(report: Report, device: torch.device) -> bool:
         found = generate(SmallDecoder(Config(), device), prompts, 40, graphs=graphs)
         same, ties = _compare(expected.tokens, found.tokens, expected.logits)
         replay = found.graphs
+        if graphs and replay is None:
+            print(f"{name}: the attention of this machine cannot be captured: launched steps only")
+            break
         params = {
             "through": "replayed graphs" if graphs else "launched steps",
             "ties": ties,
             "replays": 0 if replay is None else replay.replays,
             "failed_captures": 0 if replay is None else replay.failures,
         }
-        report.add(Result("gpu.engine.identical", 100 * same, "%", params, "the CPU", 100.0, same))
+        report.add(Result(name, 100 * same, "%", params, "the CPU", 100.0, same))
         good = good and same == 1.0 and not params["failed_captures"]
     return good
 

@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,6 +88,7 @@ def serve(model: LoadedModel, load: Load, run: Run) -> Cost:
     with engine_of(model, run.blocks, run.running, rules, tiered=run.tiered) as engine:
         params = SamplingParams(max_tokens=load.output, ignore_eos=True)
         cpu, began, active, steps, done = time.process_time(), time.perf_counter(), 0, 0, 0
+        stats = engine.stats()
         for number, prompt in enumerate(load.prompts(model.config.vocab)):
             engine.add(str(number), prompt, params)
         while engine.has_work:
@@ -96,10 +97,9 @@ def serve(model: LoadedModel, load: Load, run: Run) -> Cost:
             active, steps = active + stats.running, steps + 1
         cost = Cost(time.perf_counter() - began, time.process_time() - cpu)
         require(done == load.requests, f"{done} of {load.requests} requests were finished")
-        counters = engine._scheduler.counters
-        run.preemptions.append(counters.preemptions)
-        run.swaps.append(counters.swaps)
-        run.computed.append(counters.computed)
+        run.preemptions.append(stats.preemptions)
+        run.swaps.append(stats.swaps)
+        run.computed.append(stats.computed_tokens)
         run.active.append(active / steps)
     return cost
 
@@ -197,9 +197,9 @@ def priority(report: Report, model: LoadedModel, load: Load, arrivals: int, prom
         "preemptions": preemptions, "decode_ms": round(1e3 * decode, 2),
         "p50": round(float(np.median(excess)) / decode, 2),
     }  # fmt: skip
-    kind: Literal["2 decode steps + 1 chunk"] = "2 decode steps + 1 chunk"
+    ratio = allowed / max(p99, 1e-9)
     report.add(
-        Result("engine.priority.p99_excess", p99, "decode steps", params, kind, allowed, allowed / max(p99, 1e-9))
+        Result("engine.priority.p99_excess", p99, "decode steps", params, "2 decode steps + 1 chunk", allowed, ratio)
     )
 
 
@@ -209,7 +209,7 @@ def main() -> None:
     torch.set_num_threads(2)
     model = load_model(fetch_default_model(cache_dir(), lambda *_: None), torch.bfloat16)
     report = Report(args.json)
-    load = Load(12, 256, 96) if args.quick else Load(24, 512, 192)
+    load = Load(8, 128, 96) if args.quick else Load(24, 256, 256)
     goodput(report, model, load, 2 if args.quick else 5)
     priority(report, model, load, 12 if args.quick else 100, 256)
     report.write()

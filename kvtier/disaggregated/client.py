@@ -179,7 +179,8 @@ class PrefillClient:
         failures = 0
         while True:
             try:
-                reader, writer = await asyncio.wait_for(self._connect(), _CONNECT_SECONDS)
+                async with asyncio.timeout(_CONNECT_SECONDS):
+                    reader, writer = await self._connect()
             except (KVTierError, OSError, TimeoutError) as error:
                 if not first.done():
                     first.set_exception(_unreachable(self._path, error))
@@ -212,7 +213,9 @@ class PrefillClient:
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while True:
-            payload = await asyncio.wait_for(read_frame(reader), _SILENCE_SECONDS)
+            # Not `wait_for`, which may swallow a cancellation that comes together with a message.
+            async with asyncio.timeout(_SILENCE_SECONDS):
+                payload = await read_frame(reader)
             if payload is None:
                 raise TierUnavailable("it was closed by the peer")
             match from_prefill(payload):

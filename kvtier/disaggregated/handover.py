@@ -1,6 +1,5 @@
 """Handover: one prompt that another engine prefills, as the decode side sees it."""
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Literal, NamedTuple, TypeAlias
@@ -29,12 +28,12 @@ class Handover:
     """
 
     def __init__(self, total: int, cancel: Callable[[], object], arrived: Callable[[int, int], None] | None) -> None:
-        self.future: Future[Outcome] = Future()
-        """Resolved exactly once, whatever happens to the peer."""
+        self.future: Future[Outcome] = Future()  # resolved exactly once, whatever happens to the peer
+        # Whoever is cancelled while waiting for it must not end it for all others: `cancel` does that, and tells the peer.
+        self.future.set_running_or_notify_cancel()
         self.total = total
         self.blocks = 0
         self.computed = False
-        self.since = time.perf_counter()
         self._cancel = cancel
         self._arrived = arrived
 

@@ -153,7 +153,8 @@ class PrefillServer:
             writer.close()
 
     async def _greet(self, reader: asyncio.StreamReader, connection: _Connection) -> bool:
-        payload = await asyncio.wait_for(read_frame(reader), _HELLO_SECONDS)
+        async with asyncio.timeout(_HELLO_SECONDS):
+            payload = await read_frame(reader)
         if payload is None:
             return False
         hello = from_decode(payload)

@@ -370,6 +370,7 @@ class Engine:
             loading=scheduler.num_loading,
             running=scheduler.num_running,
             preemptions=counters.preemptions,
+            swaps=counters.swaps,
             device_hit_tokens=counters.device_hits,
             loaded_tokens=counters.loaded,
             computed_tokens=counters.computed,

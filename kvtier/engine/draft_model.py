@@ -36,9 +36,10 @@ class _State:
     agreed: int = 0  # leading tokens that were the request's own when last looked at
 
     def keep(self, tokens: Sequence[int]) -> None:
-        """Void what was computed for tokens that the request does not have."""
+        """Void what was computed for tokens that the request does not have, and its last one: that has to say more."""
         pairs = zip(self.computed[self.agreed :], tokens[self.agreed :], strict=False)
         self.agreed += sum(1 for _ in takewhile(lambda pair: eq(*pair), pairs))
+        self.agreed = min(self.agreed, len(tokens) - 1)
         del self.computed[self.agreed :]
         self.table.truncate(self.agreed)
 

@@ -46,7 +46,7 @@ class RequestMetrics:
         loaded_tokens: tokens whose KV was loaded through the hook.
         computed_tokens: prompt tokens whose KV was computed.
         load_seconds: time between the allocation of blocks for a load and the load's end.
-        preemptions: times that it lost its blocks and started over.
+        preemptions: times that it lost its blocks, and started over or came back.
         draft_tokens: guesses that were computed with it.
         accepted_tokens: those that were right.
     """
@@ -124,6 +124,7 @@ class EngineStats:
         loading: requests whose KV is on its way into device memory.
         running: requests that compute.
         preemptions: times that a running request lost its blocks.
+        swaps: those times that they were kept in other tiers.
         device_hit_tokens: tokens whose KV was found in device memory.
         loaded_tokens: tokens whose KV was loaded through the hook.
         computed_tokens: tokens whose KV was computed.
@@ -141,6 +142,7 @@ class EngineStats:
     loading: int
     running: int
     preemptions: int
+    swaps: int
     device_hit_tokens: int
     loaded_tokens: int
     computed_tokens: int

@@ -202,8 +202,8 @@ static int describe(Job *job, PyObject *head, PyObject *source, PyObject *target
     if (head_bytes != STRIPE || STRIPE + count <= 240 || job->source.len < count ||
         (job->target.obj != NULL && job->target.len < count)) {
         PyErr_Format(PyExc_ValueError,
-                     "head of %zd, source of %zd, target of %zd bytes for %zd: expected bytes of 64, more than 176, and "
-                     "a source and a target at least as long",
+                     "head of %zd, source of %zd, target of %zd bytes for %zd: expected bytes of 64, more than 176, "
+                     "and a source and a target at least as long",
                      head_bytes, job->source.len, job->target.obj != NULL ? job->target.len : -1, count);
         return -1;
     }
@@ -245,8 +245,9 @@ static PyObject *copy_checksums(PyObject *self, PyObject *args) {
     if (jobs == NULL)
         return PyErr_NoMemory();
     Py_ssize_t ready = 0;
-    while (ready < count && describe(&jobs[ready], PyList_GET_ITEM(columns[0], ready), PyList_GET_ITEM(columns[1], ready),
-                                     PyList_GET_ITEM(columns[2], ready), PyList_GET_ITEM(columns[3], ready)) == 0)
+    while (ready < count &&
+           describe(&jobs[ready], PyList_GET_ITEM(columns[0], ready), PyList_GET_ITEM(columns[1], ready),
+                    PyList_GET_ITEM(columns[2], ready), PyList_GET_ITEM(columns[3], ready)) == 0)
         ready++;
     if (ready == count)
         digests = run(jobs, count);

@@ -32,7 +32,7 @@ class NvmeOptions:
 
     Args:
         segment_bytes: size of segment files, a multiple of 4 KiB; an existing directory keeps its own.
-        io_threads: requests that the device gets at a time.
+        io_threads: workers; each gives the device up to 4 MiB at a time.
         min_free_bytes: free space of the file system that the tier never goes below when it grows.
         durable: every commit survives a power loss; without it, those since the last `flush` may be lost, and a
             directory that was open then starts empty.

@@ -357,6 +357,7 @@ def test_a_reader_sees_a_block_that_is_being_written_not_at_all_or_whole(
         put(tier, chain_refs(1, seed=1), BLOCK)
         while tier.check()["unprepared_pages"] or tier.check()["preparing_pages"]:
             pass
+        monkeypatch.setattr("kvtier.native.vectored._compiled", None)
         monkeypatch.setattr(os, "pwritev", slow)
         writer = threading.Thread(target=put, args=(tier, refs, BLOCK))
         writer.start()

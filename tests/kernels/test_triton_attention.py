@@ -9,7 +9,8 @@ from tiny_model import tiny_model
 
 from kvtier.engine import Engine, EngineOptions, SamplingParams, runner
 from kvtier.errors import CapacityError, FormatMismatch
-from kvtier.gpu import DevicePool, LatentAttention, PagedAttention
+from kvtier.gpu import DevicePool, LatentAttention, PagedAttention, triton_attention
+from kvtier.gpu.attention import make_attention
 from kvtier.gpu.graphs import DecodeBuffers, StaticAttention
 from kvtier.gpu.triton_attention import TritonAttention, TritonLatentAttention, make_triton_attention
 from kvtier.layout import GroupKind, LayerGroup, Layout
@@ -90,6 +91,18 @@ def test_refuses_what_paged_attention_refuses():
     attention.plan(spans_of([(0, 3)], 16, 32))
     with pytest.raises(FormatMismatch, match="plan this step's spans"):
         attention(0, draw(2, 4, 32), draw(2, 2, 32), draw(2, 2, 32))
+
+
+def test_pools_on_cuda_get_kernels_where_triton_is(monkeypatch):
+    asked = []
+    monkeypatch.setattr(triton_attention, "make_triton_attention", lambda *given: asked.append(given))
+    pool, config = SimpleNamespace(device=torch.device("cuda")), SimpleNamespace()
+    make_attention(pool, config)
+    assert asked == [(pool, config)]
+    (pool, _) = pools(GroupKind.GQA, kv_heads=2, head_dim=32)
+    made = make_attention(pool, SimpleNamespace(heads=4, windows=(), softmax_scale=1.0))
+    assert not isinstance(made, TritonAttention)
+    assert len(asked) == 1
 
 
 def generate(loaded):

@@ -7,10 +7,13 @@ where oneDNN spends 20 us a call on top of reading the weights, and level with i
 import torch
 from torch import Tensor
 
+from kvtier.engine.models.arena import Arena
 from kvtier.errors import ConfigError
 from kvtier.native.products import GRAIN, products
 
 __all__ = ["TileLinear"]
+
+_arena = Arena()
 
 
 class TileLinear:
@@ -34,7 +37,8 @@ class TileLinear:
         panels, steps = self._outputs // 32, self._inputs // 32
         # [panel, tile, output, step, pair, 2] -> [panel, step, tile, pair, output, 2]
         tiles = weight.reshape(panels, 2, 16, steps, 16, 2)
-        self._packed = tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
+        self._packed = _arena.empty((panels, steps, 2, 16, 16, 2), torch.bfloat16)
+        self._packed.copy_(tiles.permute(0, 3, 1, 4, 2, 5))
         self._packed_at = self._packed.data_ptr()
 
     @staticmethod

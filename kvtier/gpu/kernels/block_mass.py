@@ -57,7 +57,7 @@ def _log_sums(
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, CODE: tl.constexpr,
     PAD: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
-    sequence, kv_head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    sequence, kv_head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + sequence)
     peak, total = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     first_query = tile * (M // GROUP)
@@ -86,7 +86,7 @@ def _mass(
     PAD: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
     # One program per block: N is the block size, or the power of two above it.
-    at, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    at, kv_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + sequence)
     inside = tl.arange(0, N) < BLOCK_SIZE
     got = tl.zeros([M], tl.float32)
@@ -109,7 +109,7 @@ def _bounds(
     key, ids, counts, least, most, key_block, key_head, key_token, WIDTH: tl.constexpr, PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
-    at, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     tokens, columns = tl.arange(0, N), tl.arange(0, PAD)
     seen = tokens < tl.minimum(tl.load(counts + at), BLOCK_SIZE)
     mask = seen[:, None] & (columns < WIDTH)[None, :]

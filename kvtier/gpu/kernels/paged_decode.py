@@ -55,7 +55,7 @@ def _decode(
     KEY_CODE: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_CODE: tl.constexpr, VALUE_PAD: tl.constexpr,
     COMPUTE: tl.constexpr
 ):  # fmt: skip
-    sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, kv_head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + sequence)
     oldest = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
     begin = oldest + split * chunk

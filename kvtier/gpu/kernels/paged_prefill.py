@@ -49,7 +49,7 @@ def _prefill(
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, KEY_CODE: tl.constexpr,
     KEY_PAD: tl.constexpr, VALUE_CODE: tl.constexpr, VALUE_PAD: tl.constexpr, COMPUTE: tl.constexpr
 ):  # fmt: skip
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    tile, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     sequence, begin = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
     length, count = tl.load(lengths + sequence), tl.load(counts + sequence)
     key_width: tl.constexpr = WIDTH // 2 if KEY_CODE == 3 else WIDTH

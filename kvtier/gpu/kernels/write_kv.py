@@ -59,7 +59,7 @@ def _write(
     WIDTH: tl.constexpr, PAD: tl.constexpr, CODE: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):  # fmt: skip
     """One token's rows, one per head, into their slot."""
-    heads, columns = tl.arange(0, HEADS_PAD), tl.arange(0, PAD)
+    heads, columns = tl.arange(0, HEADS_PAD).to(tl.int64), tl.arange(0, PAD)
     held = heads < HEADS
     half: tl.constexpr = WIDTH // 2 if CODE == 3 else WIDTH
     mask = held[:, None] & (columns < half)[None, :]

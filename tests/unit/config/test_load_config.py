@@ -89,7 +89,7 @@ def test_a_tier_can_be_switched_off_and_on_again_at_every_level(tmp_path_factory
     "setting", [one for one in settings().values() if one.kind != "table"], ids=lambda one: one.name
 )
 def test_every_setting_has_a_variable_and_a_name_in_toml(tmp_path_factory, setting):
-    text = {"size": "3GiB", "path": "/some/where", "true or false": "true", "whole number": "7", "number": "2.5"}.get(
+    text = {"size": "3GiB", "path": "/some/where", "true or false": "true", "whole number": "7", "number": "0.5"}.get(
         setting.kind, setting.kind.rpartition(" | ")[2]
     )
     context = {} if not setting.name.startswith("tiering.nvme") else {"KVTIER_TIERING__NVME__PATH": "/nvme"}

@@ -465,3 +465,45 @@ def test_says_once_what_was_evicted() -> None:
     assert tier.take_evicted() == []
     tier.remove([chain_refs(4)[0].key])
     assert tier.take_evicted() == []
+
+
+def test_a_batch_into_a_full_tier_evicts_as_many_as_it_needs_and_not_what_it_hangs_from() -> None:
+    tier = HostTier(SIZE * 8)
+    trunk, old = chain_refs(5, seed=1), chain_refs(6, seed=2)
+    put(tier, trunk[:2], SIZE)
+    put(tier, old, SIZE)
+    # The trunk is the coldest, but the batch builds upon it: the deepest of the other chain leave.
+    put(tier, trunk[2:], SIZE)
+    assert (run_length(tier, trunk), run_length(tier, old)) == (5, 3)
+    assert tier.take_evicted() == [ref.key for ref in reversed(old[3:])]
+    assert tier.stats()["evicted"] == 3
+    tier.check()
+    leased = tier.acquire([ref.key for ref in trunk], "reader").wait().handles
+    results = tier.reserve(chain_refs(4, seed=3), [SIZE] * 4, ["raw"] * 4, "writer")
+    assert [isinstance(result, Handle) for result in results] == [True, True, True, False]
+    tier.abort([result for result in results if isinstance(result, Handle)])
+    tier.release(leased)
+    # Victims of another size: one by one, until there is room.
+    put(tier, chain_refs(2, seed=4), SIZE * 2)
+    assert run_length(tier, chain_refs(2, seed=4)) == 2
+    assert tier.stats()["bytes"] <= SIZE * 8
+    tier.check()
+
+
+def test_a_policy_that_dies_while_a_batch_looks_for_room_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = LruPolicy()
+    tier = HostTier(SIZE * 4, policy=policy)
+    put(tier, chain_refs(3), SIZE)
+
+    def broken(*_: object) -> list[int]:
+        raise RuntimeError("no idea")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(policy, "victims", broken)
+        with pytest.raises(RuntimeError, match="no idea"):
+            tier.reserve(chain_refs(2, seed=1), [SIZE] * 2, ["raw"] * 2, "writer")
+        assert tier.stats()["bytes"] == SIZE * 3
+    assert tier.stats()["reservations"] == 0
+    put(tier, chain_refs(4, seed=2), SIZE)
+    assert run_length(tier, chain_refs(4, seed=2)) == 4
+    tier.check()

@@ -1,5 +1,6 @@
 """The client against peers that misbehave: every handover ends."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,7 +131,5 @@ def test_times_are_checked(tmp_path: Path, options: dict[str, float]) -> None:
 @given(st.binary(max_size=64))
 def test_no_bytes_are_more_than_a_wrong_message(payload: bytes) -> None:
     for parse in (from_decode, from_prefill):
-        try:
-            parse(payload)
-        except TierUnavailable as error:
-            assert "message of" in str(error)
+        with contextlib.suppress(TierUnavailable):
+            assert to_frame(parse(payload))

@@ -69,7 +69,7 @@ def test_longest_prefix_computes_first_what_is_cached() -> None:
     cached = prompt(1, 20)
     made.add("before", cached, 1)
     made.drain()
-    requests = [made.add("new", prompt(2, 20), 1), made.add("half", cached[:9] + [1], 1), made.add("all", cached, 1)]
+    requests = [made.add("new", prompt(2, 20), 1), made.add("half", [*cached[:9], 1], 1), made.add("all", cached, 1)]
     assert firsts(made, requests) == ["all", "half", "new"]
 
 
@@ -124,9 +124,7 @@ def test_a_class_is_no_reason_where_the_order_knows_none() -> None:
     assert made.scheduler.counters.preemptions == 0
 
 
-@pytest.mark.parametrize(
-    ("victims", "expected"), [("fifo", "c-fork"), ("class", "b"), ("slack", "c"), ("cost", "d")]
-)
+@pytest.mark.parametrize(("victims", "expected"), [("fifo", "c-fork"), ("class", "b"), ("slack", "c"), ("cost", "d")])
 def test_who_gives_way(victims: Any, expected: str) -> None:
     made = world(victims=victims, budget=64)
     first = made.add("a", prompt(1, 8), 30, priority=9, tpot_target=900.0)
