@@ -81,7 +81,8 @@ class Swaps:
         self, request: RequestView, block_ids: Sequence[int], num_tokens: int, jobs: Iterator[int], *, exact: bool
     ) -> bool:
         """See `SchedulerHook.swap_out`; False: there is no staging memory for what was not saved yet."""
-        named = num_tokens // self._block_size if exact and self._store.keeps_exact() else 0
+        nameable = exact and self._store.keeps_exact()
+        named = min(num_tokens // self._block_size, len(request.chain)) if nameable else 0
         saved = self._saves.saved(request, block_ids[:named], exact=exact)
         spans = self._saves.allocate(len(block_ids) - saved)
         parts = len(self._parts)

@@ -29,7 +29,7 @@ class Handover:
 
     def __init__(self, total: int, cancel: Callable[[], object], arrived: Callable[[int, int], None] | None) -> None:
         self.future: Future[Outcome] = Future()  # resolved exactly once, whatever happens to the peer
-        # Whoever is cancelled while waiting for it must not end it for all others: `cancel` does that, and tells the peer.
+        # asyncio would cancel it together with whoever waits for it, and nobody would tell the peer: `cancel` does.
         self.future.set_running_or_notify_cancel()
         self.total = total
         self.blocks = 0

@@ -155,7 +155,7 @@ class SparseAttention:
         for watched in self._watched:
             watched.choice.watch(layer, self._grouped(q[watched.first : watched.last]), watched.blocks, watched.stop)
         for row in self._rows:
-            out[row.row] = self._attend(layer, self._grouped(q[row.row : row.row + 1])[:, :, 0], row).flatten(0, 1)
+            out[row.row] = self._attend(layer, self._grouped(q[row.row : row.row + 1])[:, :, 0], row)
         return out
 
     def _grouped(self, q: Tensor) -> Tensor:
@@ -163,17 +163,19 @@ class SparseAttention:
         return q.reshape(len(q), -1, self._group, q.shape[-1]).permute(1, 2, 0, 3)
 
     def _attend(self, layer: int, q: Tensor, row: _Row) -> Tensor:
-        """[kv_heads, group, head_dim] of queries to the same of outputs."""
+        """Outputs [heads, head_dim] of queries [kv_heads, group, head_dim]."""
         size, count = self._pool.layout.block_size, len(row.blocks)
         places = row.choice.choose(layer, q, row.rule.budget(count), row.rule.sink, row.rule.recent)
-        heads = torch.arange(q.shape[0], device=q.device)[:, None]
+        rows, kv_heads = len(places), len(q)
+        heads = torch.arange(kv_heads, device=q.device).repeat_interleave(rows // kv_heads)[:, None]
         chosen = self._pool.tensor[row.blocks[places], layer, :, heads]
+        q = q.reshape(rows, -1, q.shape[-1])
         # The block that is being written comes last, so that what is not written yet is cut off.
         tokens = (places.shape[1] - 1) * size + row.stop - (count - 1) * size
         key, value = (chosen[:, :, plane].flatten(1, 2)[:, :tokens] for plane in (0, 1))
         if not row.choice.wants_mass:
-            return functional.scaled_dot_product_attention(q, key, value)
+            return functional.scaled_dot_product_attention(q, key, value).flatten(0, 1)
         weights = torch.softmax((q @ key.transpose(1, 2)).float() * q.shape[-1] ** -0.5, dim=-1)
         mass = functional.pad(weights.sum(1), (0, places.shape[1] * size - tokens))
         row.choice.learn(layer, places, mass.view(len(mass), -1, size).sum(2))
-        return weights.to(value.dtype) @ value
+        return (weights.to(value.dtype) @ value).flatten(0, 1)

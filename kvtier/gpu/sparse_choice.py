@@ -33,7 +33,10 @@ class Choice(Protocol):
         ...
 
     def choose(self, layer: int, q: Tensor, budget: int, sink: int, recent: int) -> Tensor:
-        """int64 [kv_heads, budget], the last column the table's last block, for queries [kv_heads, group, head_dim]."""
+        """For queries [kv_heads, group, head_dim], int64 [rows, budget], the last column the table's last block.
+
+        rows: KV heads, or query heads where each of them chooses for itself.
+        """
         ...
 
     def learn(self, layer: int, places: Tensor, mass: Tensor) -> None:
@@ -105,16 +108,14 @@ class QueryBounds:
         self.ready = True
 
     def choose(self, layer: int, q: Tensor, budget: int, sink: int, recent: int) -> Tensor:
-        """See `Choice.choose`. A KV head takes what any of its query heads may find most similar."""
+        """See `Choice.choose`. Each query head chooses for itself: a choice for its whole group recalls less."""
         full = len(self._blocks) - 1
         self._bound(layer, full)
         least, greatest = self._bounds[layer, :full].float().unbind(1)
         queries = q.float()
         scores = torch.einsum("hgd,nhd->hgn", queries.clamp(max=0), least)
         scores += torch.einsum("hgd,nhd->hgn", queries.clamp(min=0), greatest)
-        # Query heads differ in scale: what counts is how far a block stands out for one of them.
-        scores = torch.softmax(scores * q.shape[-1] ** -0.5, dim=-1).amax(1)
-        return best_places(scores, budget, sink, recent)
+        return best_places(scores.flatten(0, 1), budget, sink, recent)
 
     def _bound(self, layer: int, full: int) -> None:
         first = self._bounded[layer]
@@ -177,20 +178,20 @@ class HeavyHitters:
 
 
 def best_places(scores: Tensor, budget: int, sink: int, recent: int) -> Tensor:
-    """Positions int64 [heads, budget] of the best blocks, those that always are chosen among them, the last one last.
+    """Positions int64 [rows, budget] of the best blocks, those that always are chosen among them, the last one last.
 
     Args:
-        scores: [heads, N - 1], of all blocks but the last.
+        scores: [rows, N - 1], of all blocks but the last.
         budget: how many, at most N.
         sink: leading blocks that always are.
         recent: latest ones that are, the last block included.
     """
-    heads, others = scores.shape
+    rows, others = scores.shape
     wanted = scores.float().clone()
     wanted[:, :sink] = float("inf")
     wanted[:, max(others - recent + 1, 0) :] = float("inf")
     places = wanted.topk(min(budget - 1, others), dim=1).indices
-    return torch.cat((places, places.new_full((heads, 1), others)), 1)
+    return torch.cat((places, places.new_full((rows, 1), others)), 1)
 
 
 def make_choice(kind: str, pool: DevicePool, group: int) -> Choice:

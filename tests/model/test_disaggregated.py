@@ -22,8 +22,8 @@ pytestmark = pytest.mark.model
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
 NAMES = ("batch", "other", "order", "abort", "corrupt", "killed")
-LENGTH = 230
-TOKENS = 6
+LENGTH = 180
+TOKENS = 4
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 OPTIONS = HandoverOptions(patience=60)
 
@@ -55,7 +55,7 @@ def llm(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         default_model,
         directory=tmp_path_factory.mktemp("shared") / "kv",
         capacity="24MiB",
-        prefill={"num_blocks": 64, "token_budget": 32},
+        prefill={"num_blocks": 64, "token_budget": 16},
         decode={"num_blocks": 64},
         config={"model": {"dtype": "float32"}, "tiering": {"host": {"capacity": "128MiB"}, "nvme": nvme}},
         options=OPTIONS,
@@ -105,6 +105,17 @@ async def until_async(condition: Callable[[], Any]) -> None:
 
 def endings(llm: DisaggregatedLLM, ending: str) -> float:
     return llm.store.metrics.value("handovers_total", ending=ending)
+
+
+def test_an_engine_of_another_dtype_is_refused(default_model: Path, llm: DisaggregatedLLM) -> None:
+    with pytest.raises(ConfigError, match=r"numerics is .* in prefill and .* in decode"):
+        PrefilledLLM(
+            default_model,
+            prefill=Path(llm._sockets.name) / "prefill",
+            tiering={"nvme": {"path": str(llm.llm.config.tiering.nvme.path) + "-2", "capacity": "8MiB", "min_free": 0}},
+            config={"model": {"dtype": "bfloat16"}},
+            num_blocks=8,
+        )
 
 
 def test_output_is_that_of_one_engine_and_kv_comes_from_the_other(
@@ -207,17 +218,6 @@ def test_blocks_that_are_damaged_on_their_way_are_computed(
     assert output.token_ids == reference["corrupt"]
     assert llm.store.metrics.value("corrupt_blocks_total", tier="nvme") > 0
     assert output.metrics.computed_tokens > LENGTH % 16
-
-
-def test_an_engine_of_another_dtype_is_refused(default_model: Path, llm: DisaggregatedLLM) -> None:
-    with pytest.raises(ConfigError, match=r"numerics is .* in prefill and .* in decode"):
-        PrefilledLLM(
-            default_model,
-            prefill=Path(llm._sockets.name) / "prefill",
-            tiering={"nvme": {"path": str(llm.llm.config.tiering.nvme.path) + "-2", "capacity": "8MiB", "min_free": 0}},
-            config={"model": {"dtype": "bfloat16"}},
-            num_blocks=8,
-        )
 
 
 def test_a_prompt_that_the_directory_has_no_room_for(

@@ -54,11 +54,11 @@ class World:
         ]
 
     def expected(self, layer: int, token: int, blocks: Sequence[set[int]]) -> torch.Tensor:
-        """Attention of one token to the given blocks, per KV head."""
+        """Attention of one token to the given blocks, per query head."""
         outputs = []
         for head in range(HEADS):
             mine = head // GROUP
-            seen = torch.tensor([at for at in range(token + 1) if at // SIZE in blocks[mine]])
+            seen = torch.tensor([at for at in range(token + 1) if at // SIZE in blocks[head]])
             q, k, v = self.q[layer, token, head], self.k[layer, seen, mine], self.v[layer, seen, mine]
             weights = torch.softmax((k.double() @ q.double()) * WIDTH**-0.5, 0)
             outputs.append(weights @ v.double())
@@ -68,20 +68,13 @@ class World:
 def by_bounds(world: World, layer: int, token: int, budget: int, rule: Sparse) -> list[set[int]]:
     """Quest by its definition."""
     last, chosen = token // SIZE, []
-    for mine in range(KV_HEADS):
+    for head in range(HEADS):
         always = {*range(min(rule.sink, last)), *range(max(last - rule.recent + 1, 0), last), last}
-        best = {}
+        rank = {}
         for block in range(last):
-            keys = world.k[layer, block * SIZE : (block + 1) * SIZE, mine].double()
-            bounds = []
-            for head in range(mine * GROUP, (mine + 1) * GROUP):
-                q = world.q[layer, token, head].double()
-                bounds.append(torch.maximum(q * keys.amin(0), q * keys.amax(0)).sum() * WIDTH**-0.5)
-            best[block] = torch.stack(bounds)
-        if not last:
-            return [{0}] * KV_HEADS
-        scores = torch.stack([best[block] for block in range(last)], 1)
-        rank = torch.softmax(scores, 1).amax(0)
+            keys = world.k[layer, block * SIZE : (block + 1) * SIZE, head // GROUP].double()
+            q = world.q[layer, token, head].double()
+            rank[block] = torch.maximum(q * keys.amin(0), q * keys.amax(0)).sum()
         others = sorted(set(range(last)) - always, key=lambda block: -float(rank[block]))
         chosen.append(always | set(others[: max(budget - len(always), 0)]))
     return chosen
@@ -108,7 +101,7 @@ def test_streaming_takes_the_first_and_the_latest(length: int) -> None:
         first = min(2, budget)
         seen = {*range(first), *range(count - (budget - first), count)}
         for layer, out in enumerate(world.run(token, token + 1)):
-            assert torch.allclose(out[0].double(), world.expected(layer, token, [seen] * KV_HEADS), atol=1e-5)
+            assert torch.allclose(out[0].double(), world.expected(layer, token, [seen] * HEADS), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["streaming", "h2o", "quest"])
@@ -116,7 +109,7 @@ def test_streaming_takes_the_first_and_the_latest(length: int) -> None:
 def test_all_blocks_are_plain_attention(kind: str, length: int) -> None:
     world = World(length, 8, Sparse(kind, share=1.0))  # type: ignore[arg-type]
     for token in range(length, length + 8):
-        every = [set(range(64))] * KV_HEADS
+        every = [set(range(64))] * HEADS
         for layer, out in enumerate(world.run(token, token + 1)):
             assert torch.allclose(out[0].double(), world.expected(layer, token, every), atol=1e-5)
 
