@@ -4,9 +4,9 @@
 
 The default model. Four answers are being decoded; meanwhile one long prompt after the other arrives, the next when the
 one before has its first token. `one`: a single engine, chunked prefill, all threads. `two`: `DisaggregatedLLM`, half of
-the threads for each process, KV through a directory in /dev/shm. Each variant is a process of its own, rounds alternate,
-every prompt is new to both. The prompts' first tokens are compared: a difference is a tie of two logits in bf16, and is
-reported.
+the threads for each process, KV through a directory in /dev/shm. Each variant is a process of its own, rounds
+alternate, every prompt is new to both. The prompts' first tokens are compared: a difference is a tie of two logits in
+bf16, and is reported.
 
 Prediction, written before the first run: on 2 cores, p99 of the gaps 3 to 6 x shorter (a chunk of 512 tokens costs a
 single engine some 8 decode steps at once), the first token of a long prompt 0.5 to 0.8 x as soon, since half of the
@@ -39,7 +39,7 @@ ENDLESS = SamplingParams(max_tokens=4096, temperature=0.0, ignore_eos=True)
 
 
 def shared_memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108  # a directory in it, with a random name
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None  # a directory in it, with a random name
 
 
 async def decode(llm: Any, prompt: list[int], gaps: list[tuple[float, float]], started: asyncio.Semaphore) -> None:

@@ -5,13 +5,10 @@ import logging
 import mmap
 import os
 from collections.abc import Sequence
-from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtier.cpu.hugepages import PageCollapser, advise, aligned_mapping
 from kvtier.errors import CapacityError, TierUnavailable
@@ -68,7 +65,6 @@ class MemoryRegion:
         self._memory = self.array.data
         self.hugepages = advise(self._map, _SHMEM_SWITCH.read_text() if _SHMEM_SWITCH.is_file() else "")
         self._collapser = PageCollapser(self.array)
-        self.pinned = _pin(self.array, name)
         self._closed = False
 
     def _build(self, name: str) -> mmap.mmap:
@@ -91,7 +87,7 @@ class MemoryRegion:
         Not MFD_HUGETLB: where a container's quota of such pages is smaller than its reservation, the first touch of a
         page kills the process (SIGBUS) instead of failing the mapping.
         """
-        if not self.hugepages and not self.pinned:
+        if not self.hugepages:
             self._collapser.want(offset, nbytes)
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
@@ -117,9 +113,6 @@ class MemoryRegion:
             return
         self._closed = True
         self._collapser.close()
-        if self.pinned:
-            _unpin(self.array)
-            self.pinned = False
         os.close(self._fd)
         self.array = np.empty(0, np.uint8)
         self._memory = self.array.data
@@ -131,26 +124,3 @@ def _memory_limit() -> int:
     group = Path("/sys/fs/cgroup/memory.max")
     text = group.read_text().strip() if group.is_file() else "max"
     return min(limit, int(text)) if text.isdigit() else limit
-
-
-def _cuda_runtime() -> Any:
-    """The CUDA runtime, or None; torch is imported only where there is a driver."""
-    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
-        return None
-    cuda = import_module("torch").cuda
-    return cuda.cudart() if cuda.is_available() else None
-
-
-def _pin(array: NDArray[np.uint8], name: str) -> bool:
-    """Register with CUDA, so that device copies are asynchronous; False where there is no CUDA device."""
-    runtime = _cuda_runtime()
-    if runtime is None:
-        return False
-    status = int(runtime.cudaHostRegister(array.ctypes.data, array.nbytes, 0))
-    if status:
-        _log.warning("%s: cudaHostRegister of %d bytes: error %d; copies will be slower", name, array.nbytes, status)
-    return status == 0
-
-
-def _unpin(array: NDArray[np.uint8]) -> None:
-    _cuda_runtime().cudaHostUnregister(array.ctypes.data)

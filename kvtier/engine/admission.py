@@ -37,17 +37,23 @@ class Admission:
         self._room = room
         self._looks = 0
         self._blocked: list[Request] = []
+        self._stuck = False
         self._stalled: dict[str, int] = {}  # who did not fit into how many spare blocks
 
     def begin(self) -> None:
         """A step is planned."""
         self._looks = 0
         self._blocked = []
+        self._stuck = self._room.stuck
 
-    @property
-    def closed(self) -> bool:
+    def is_closed(self, draft: Draft) -> bool:
         """Whether nobody else gets blocks in this step."""
+        if self._is_crowded(draft) and not (self._stuck or self._books.order.classes):
+            return True
         return self._looks >= _MAX_LOOKS or any(request.overtaken >= _MAX_OVERTAKEN for request in self._blocked)
+
+    def _is_crowded(self, draft: Draft) -> bool:
+        return draft.withdrawn or self._books.num_active >= self._books.max_running
 
     def consider(self, request: Request, draft: Draft) -> None:
         """Admit a waiting request if it fits."""
@@ -58,6 +64,7 @@ class Admission:
         if outcome is _Outcome.BLOCKED:
             self._blocked.append(request)
         elif outcome is _Outcome.ADMITTED:
+            self._stuck = False
             for other in self._blocked:
                 other.overtaken += 1
 
@@ -67,10 +74,11 @@ class Admission:
 
     def _admit(self, request: Request, draft: Draft) -> _Outcome:
         books = self._books
-        crowded = draft.withdrawn or books.num_active >= books.max_running
-        displaces = bool(self._room.givers(request))
+        crowded, givers = self._is_crowded(draft), self._room.givers(request, stuck=self._stuck)
+        if crowded and not givers:
+            return _Outcome.BLOCKED
         spare = books.pool.free_blocks - self._headroom(request)
-        if not displaces and (crowded or spare <= self._stalled.get(request.id, spare - 1)):
+        if not givers and spare <= self._stalled.get(request.id, spare - 1):
             return _Outcome.BLOCKED
         table = BlockTable(books.pool, self._found(request))
         if self._is_on_its_way(request, len(table.ids)):
@@ -83,7 +91,7 @@ class Admission:
         missing = table.missing(request.num_tokens, table.capacity_tokens)
         fits = not crowded and missing + self._headroom(request) <= books.pool.free_blocks
         if not fits:
-            fits = displaces and self._room.displace(request, missing, draft)
+            fits = self._room.displace(givers, missing, draft)
             if not fits:
                 self._stalled[request.id] = spare
         if not fits or (external == 0 and draft.budget == 0):

@@ -37,22 +37,28 @@ class Room:
             return False
         return True
 
-    def displace(self, request: Request, blocks: int, draft: Draft) -> bool:
-        """Preempt `givers` until a waiting request has `blocks` and a place; False, and nobody, if not."""
-        books, worse = self._books, self.givers(request)
-        freeable = sum(books.pool.references(block) == 1 for other in worse for block in other.blocks.ids)
-        if not worse or blocks > books.pool.free_blocks + freeable:
+    def displace(self, givers: list[Request], blocks: int, draft: Draft) -> bool:
+        """Preempt `givers` until there are `blocks` and a place; False, and nobody, if they have not enough."""
+        books = self._books
+        freeable = sum(books.pool.references(block) == 1 for other in givers for block in other.blocks.ids)
+        if not givers or blocks > books.pool.free_blocks + freeable:
             return False
-        while worse and (blocks > books.pool.free_blocks or books.num_active >= books.max_running):
-            victim = max(worse, key=self._key)
-            worse.remove(victim)
+        while givers and (blocks > books.pool.free_blocks or books.num_active >= books.max_running):
+            victim = max(givers, key=self._key)
+            givers.remove(victim)
             self.preempt(victim, draft)
         return blocks <= books.pool.free_blocks and books.num_active < books.max_running
 
-    def givers(self, request: Request) -> list[Request]:
+    @property
+    def stuck(self) -> bool:
+        """Whether all that run pause until somebody else has come as far, and no blocks are about to come back."""
+        books = self._books
+        return bool(books.running) and not (books.num_moving or books.held)
+
+    def givers(self, request: Request, *, stuck: bool) -> list[Request]:
         """Who would give way to a waiting request: those of worse classes, or all, where they wait for such as it."""
         books = self._books
-        if books.running and not (books.num_moving or books.held):
+        if stuck:
             return list(books.running)
         return [other for other in books.running if self._is_worse(other, request)] if books.order.classes else []
 

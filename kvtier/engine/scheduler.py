@@ -266,7 +266,7 @@ class Scheduler:
             if request.state is State.RUNNING:
                 if draft.budget:
                     self._plan_request(request, draft)
-            elif not admission.closed:
+            elif not admission.is_closed(draft):
                 admission.consider(request, draft)
 
     def _plan_request(self, request: Request, draft: Draft) -> None:

@@ -28,8 +28,8 @@ from kvtier.store.leasing import Leases, Pins
 from kvtier.store.options import StoreOptions
 from kvtier.store.placement import Placed, Placement
 from kvtier.store.port import Port
-from kvtier.store.private import PrivateObjects
 from kvtier.store.prefetching import Prefetch, prefetch_steps
+from kvtier.store.private import PrivateObjects
 from kvtier.store.promotion import Promoter
 from kvtier.store.putting import Item, Putter
 from kvtier.store.recoding import Recoder

@@ -143,7 +143,7 @@ def test_a_slow_consumer_gets_everything_in_fewer_pieces(served: AsyncEngine) ->
     async def scenario() -> list[RequestOutput]:
         outputs = []
         async for output in served.generate([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True)):
-            outputs.append(output)  # noqa: PERF401  # it is slow
+            outputs.append(output)  # it is slow
             await asyncio.sleep(0.05)
         return outputs
 

@@ -135,7 +135,7 @@ def test_absorbed_attention_is_attention_over_expanded_keys_and_values():
     pool = _pool(latent=latent, rope=rope)
     attention = LatentAttention(pool, heads, SCALE)
     attention.plan([Span((3, 1, 4, 2), 0, tokens)])
-    absorbed = torch.cat((torch.einsum("thn,hnl->thl", q[..., :nope], keys), q[..., nope:]), -1)
+    absorbed = torch.cat((torch.einsum("thp,hpl->thl", q[..., :nope], keys), q[..., nope:]), -1)
     ours = torch.einsum("thl,hlv->thv", attention(0, absorbed, row), values)
 
     c, rope_key = row[:, :latent].double(), row[:, latent:].double()
