@@ -1,12 +1,15 @@
 """The bundled engine against transformers, and paged against contiguous KV memory, in one process and one run.
 
-    python benchmarks/engine.py [--quick] [--json PATH]
+    python benchmarks/engine.py [--quick] [--running 16,32] [--json PATH]
 
-Workload: chat-like request lengths (benchmarks/data/sharegpt_lengths.json) scaled by a half, 32 requests, random
-prompt tokens, greedy, end-of-sequence ignored, at most 16 running, bf16, 2 threads. `--quick`: scaled by a quarter,
-outputs clipped to 64 tokens, 24 requests.
+Workload: chat-like request lengths (benchmarks/data/sharegpt_lengths.json) scaled by a half, random prompt tokens,
+greedy, end-of-sequence ignored, bf16, 2 threads. All requests come at once, twice as many as run at a time at most
+(`--running`, one set of rows for each), so that all places are taken for half of the run. Where several numbers are
+given, all of them, and transformers, serve the requests of the largest. `--quick`: lengths scaled by a quarter, outputs
+clipped to 64 tokens, one and a half times as many requests as run.
 """
 
+import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -23,8 +26,7 @@ from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams
 from kvtier.engine.models import load_model
 from kvtier.engine.models.catalog import cache_dir, fetch_default_model
 
-MAX_RUNNING = 16
-POOL_TOKENS = 16_384
+TOKENS_PER_RUNNING = 1024  # of the device pool
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ class Job:
     output: int
 
 
-def workload(vocabulary: int, *, quick: bool) -> list[Job]:
+def workload(vocabulary: int, running: int, *, quick: bool) -> list[Job]:
     lengths = json.loads((Path(__file__).parent / "data/sharegpt_lengths.json").read_text())["requests"]
-    scale, count, clip = (4, 24, 64) if quick else (2, 32, 512)
+    scale, count, clip = (4, 3 * running // 2, 64) if quick else (2, 2 * running, 512)
     random = np.random.default_rng(0)
     return [
         Job(random.integers(100, vocabulary, max(1, prompt // scale)).tolist(), max(1, min(output // scale, clip)))
@@ -50,11 +52,10 @@ class Run:
     stats: Any
 
 
-def run_engine(model: Any, jobs: Sequence[Job], block_size: int) -> Run:
+def run_engine(model: Any, jobs: Sequence[Job], block_size: int, running: int) -> Run:
     """All requests at once through our engine; blocks of the longest sequence's length are contiguous reservation."""
-    options = EngineOptions(
-        block_size=block_size, num_blocks=max(MAX_RUNNING, POOL_TOKENS // block_size), max_running=MAX_RUNNING
-    )
+    blocks = max(running, running * TOKENS_PER_RUNNING // block_size)
+    options = EngineOptions(block_size=block_size, num_blocks=blocks, max_running=running)
     engine = Engine(model, options)
     began = time.perf_counter()
     for number, job in enumerate(jobs):
@@ -91,29 +92,32 @@ def percentiles(report: Report, name: str, seconds: Sequence[float], params: dic
         report.add(Result(f"{name}.p{rank}", 1e3 * float(np.percentile(seconds, rank)), "ms", params))
 
 
-def main() -> None:
-    args = arguments(__doc__ or "").parse_args()
-    torch.set_num_threads(2)
-    source = fetch_default_model(cache_dir(), lambda *_: None)
-    loaded = load_model(source, torch.bfloat16)
-    jobs = workload(loaded.config.vocab, quick=args.quick)
-    longest = max(len(job.prompt) + job.output for job in jobs)
+def numbers(text: str) -> list[int]:
+    """Of a command line: `16,32`."""
+    found = [int(number) for number in text.split(",")]
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers above 0")
+    return found
+
+
+@dataclass(frozen=True)
+class Rivals:
+    """Seconds of transformers for all jobs: one by one, in static batches of 8."""
+
+    one_by_one: float
+    by_eight: float
+
+
+def measure(report: Report, loaded: Any, jobs: Sequence[Job], running: int, rivals: Rivals) -> None:
+    """All rows for one number of running requests."""
     tokens = sum(job.output for job in jobs)
-    params = {"requests": len(jobs), "output_tokens": tokens, "dtype": "bfloat16", "threads": 2, "running": MAX_RUNNING}
-    report = Report(args.json)
-
-    run_engine(loaded, jobs[:2], 16)
-    ours = run_engine(loaded, jobs, 16)
-    contiguous = run_engine(loaded, jobs, longest)
-    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    run_transformers(reference, jobs[:1], 1)
-    one_by_one = run_transformers(reference, jobs, 1)
-    by_eight = run_transformers(reference, jobs, 8)
-
+    params = {"requests": len(jobs), "output_tokens": tokens, "dtype": "bfloat16", "threads": 2, "running": running}
+    ours = run_engine(loaded, jobs, 16, running)
+    contiguous = run_engine(loaded, jobs, max(len(job.prompt) + job.output for job in jobs), running)
     rate = len(jobs) / ours.seconds
     for peer, seconds, name in (
-        ("transformers.generate one by one", one_by_one, "engine.requests"),
-        ("transformers.generate static batches of 8", by_eight, "engine.requests.static8"),
+        ("transformers.generate one by one", rivals.one_by_one, "engine.requests"),
+        ("transformers.generate static batches of 8", rivals.by_eight, "engine.requests.static8"),
         ("the same engine, contiguous reservation", contiguous.seconds, "engine.requests.contiguous"),
     ):
         peer_rate = len(jobs) / seconds
@@ -121,7 +125,7 @@ def main() -> None:
     report.add(
         Result(
             "engine.output", tokens / ours.seconds, "tok/s", params, "transformers.generate one by one",
-            tokens / one_by_one, one_by_one / ours.seconds,
+            tokens / rivals.one_by_one, rivals.one_by_one / ours.seconds,
         )
     )  # fmt: skip
     percentiles(report, "engine.ttft", [output.metrics.ttft for output in ours.outputs], params)
@@ -131,6 +135,24 @@ def main() -> None:
     report.add(
         Result("engine.kv_waste.total", 100 * ours.stats.kv_waste_total, "%", params, "contiguous reservation", rival)
     )
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--running", type=numbers, default=[16, 32], help="requests at a time, one or several")
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    source = fetch_default_model(cache_dir(), lambda *_: None)
+    loaded = load_model(source, torch.bfloat16)
+    jobs = workload(loaded.config.vocab, max(args.running), quick=args.quick)
+    report = Report(args.json)
+
+    run_engine(loaded, jobs[:2], 16, 2)
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    run_transformers(reference, jobs[:1], 1)
+    rivals = Rivals(run_transformers(reference, jobs, 1), run_transformers(reference, jobs, 8))
+    for running in args.running:
+        measure(report, loaded, jobs, running, rivals)
     report.write()
 
 

@@ -1,6 +1,7 @@
 """A prefill server in a thread, over the tiny model and a real directory, and a peer that says what a test wants."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from tiny_model import TinyModel, tiny_model
 
 from kvtier import AsyncLLM, api
 from kvtier.disaggregated import PrefillServer
+from kvtier.disaggregated.handover import Handover
 from kvtier.disaggregated.identity import Side
 from kvtier.disaggregated.messages import MAX_FRAME, FromDecode, FromPrefill, Identity, to_frame
 from kvtier.store.lookup import present
@@ -87,6 +89,16 @@ class RunningPrefill:
 
     def visible(self, tokens: list[int]) -> list[bool]:
         return present(self.llm.store.lower[-1], self.side.keys(tokens), 5.0, exact=True)
+
+    def crawl(self, handover: Handover) -> int:
+        """Let one chunk after the other through until the first blocks have come; tokens that were let through."""
+        for limit in range(CHUNK, len(PROMPT) - 2 * CHUNK, CHUNK):
+            self.model.let(limit)
+            # A save is reported in a later step than the one that made it, as soon as its copy is done.
+            with contextlib.suppress(AssertionError):
+                until(lambda: handover.blocks, 0.3)
+                return limit
+        raise AssertionError("no block has come")
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

@@ -474,10 +474,10 @@ class World:
         assert (ended is not None) == (request_id in self.live)
         self.live.pop(request_id, None)
 
-    def preempt_last(self) -> None:
-        """Plan a step in which the last of the running requests loses its blocks."""
+    def preempt(self, number: int) -> None:
+        """Plan a step in which one of the running requests loses its blocks."""
         running = self.scheduler._books.running
-        self.forced = running[-1].id if running else None
+        self.forced = running[number % len(running)].id if running else None
         self.step()
 
     def step(self, *, fails: bool = False) -> StepPlan:

@@ -26,8 +26,10 @@ def prefill(
     if session.loaded.origins["log.level"] == "default":
         # Whoever runs a server wants to see that it listens.
         setup_logging("info", config.log.format)
-    from kvtier.disaggregated import serve_prefill  # noqa: PLC0415  # torch: a wrong option is told before it loads
+    from kvtier.disaggregated import serve_prefill, shared_directory  # noqa: PLC0415  # torch
 
+    # Before a model is loaded in vain.
+    shared_directory(config)
     llm, _ = open_llm(config)
     try:
         serve_prefill(llm, socket)

@@ -11,6 +11,7 @@ A prompt's way:
 """
 
 from kvtier.disaggregated.client import PrefillClient
+from kvtier.disaggregated.identity import shared_directory
 from kvtier.disaggregated.llm import DisaggregatedLLM, PrefilledLLM
 from kvtier.disaggregated.receiving import HandoverOptions
 from kvtier.disaggregated.running import serve_prefill
@@ -23,4 +24,5 @@ __all__ = [
     "PrefillServer",
     "PrefilledLLM",
     "serve_prefill",
+    "shared_directory",
 ]

@@ -50,6 +50,7 @@ _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 10 * BEAT_SECONDS
 _TICK_SECONDS = 0.1
 _RETRY_SECONDS = (0.25, 0.5, 1.0, 2.0, 4.0)
+_AVOIDED = 3  # times `patience`, for which nothing is handed to a peer that got nowhere
 _OVERHEAD = 64  # of a Submit, beside its tokens
 _MAX_UNSENT = 4 * MAX_FRAME
 
@@ -86,7 +87,9 @@ class PrefillClient:
         self._numbers = count(1)
         self._orders: dict[int, _Order] = {}
         self._writer: asyncio.StreamWriter | None = None
-        self._moved = 0.0
+        self._moved = 0.0  # when the peer advanced last, with anybody's prompt
+        self._moves = 0
+        self._avoided = 0.0  # until then
         self._peer_jobs = 0
         self._peer_pid: int | None = None
         self._loop = asyncio.new_event_loop()
@@ -107,6 +110,11 @@ class PrefillClient:
     def connected(self) -> bool:
         """Whether there is a peer."""
         return self._writer is not None
+
+    @property
+    def available(self) -> bool:
+        """Whether there is a peer, and it did not keep others waiting in vain just now."""
+        return self.connected and time.monotonic() >= self._avoided
 
     @property
     def peer_pid(self) -> int | None:
@@ -219,8 +227,10 @@ class PrefillClient:
             if payload is None:
                 raise TierUnavailable("it was closed by the peer")
             match from_prefill(payload):
-                case Beat(jobs=jobs):
+                case Beat(jobs=jobs, moves=moves):
                     self._peer_jobs = jobs
+                    if moves != self._moves:
+                        self._moves, self._moved = moves, time.monotonic()
                 case Progress(id=number, blocks=blocks):
                     self._advance(number, blocks)
                 case Computed(id=number):
@@ -239,7 +249,10 @@ class PrefillClient:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             now = time.monotonic()
-            stalled = now - self._moved > self._patience
+            stalled = bool(self._orders) and now - self._moved > self._patience
+            if stalled:
+                _log.warning("prefill engine at %s got nowhere for %s s", self._path, self._patience)
+                self._avoided = now + _AVOIDED * self._patience
             for number in [number for number, order in self._orders.items() if stalled or now > order.deadline]:
                 self._give_up(number, "late")
 
@@ -284,6 +297,7 @@ class PrefillClient:
     def _lose(self) -> None:
         self._writer = None
         self._peer_jobs = 0
+        self._avoided = 0.0
         for number in list(self._orders):
             self._end(number, "lost")
 

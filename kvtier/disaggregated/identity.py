@@ -9,6 +9,7 @@ from kvtier_engine import namespace_of
 from numpy.typing import NDArray
 
 from kvtier.api import AsyncLLM
+from kvtier.config import Config, NvmeSettings
 from kvtier.connector.parts import Parts
 from kvtier.disaggregated.messages import Identity
 from kvtier.errors import ConfigError
@@ -17,7 +18,7 @@ from kvtier.layout import Layout
 from kvtier.nvme.directory import read_meta
 from kvtier.store import TieredStore
 
-__all__ = ["Side"]
+__all__ = ["Side", "shared_directory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +46,10 @@ class Side:
         Raises:
             ConfigError: it has no NVMe tier of its own settings, or one that is not written at once.
         """
-        store, nvme = llm.store, llm.config.tiering.nvme
-        if store is None or nvme is None or not store.lower:
-            raise ConfigError(
-                "tiering.nvme is off: prefill and decode engines hand KV over in a directory; set tiering.nvme.path"
-            )
-        if store.write_rule != "through":
-            raise ConfigError(
-                f"tiering.nvme.write = {store.write_rule!r}: KV is handed over as it is computed; use 'through', "
-                f"without a write_budget"
-            )
+        nvme = shared_directory(llm.config)
+        store = llm.store
+        if store is None or not store.lower:
+            raise ConfigError("the engine has no tier below host: prefill and decode engines share its lowest one")
         meta = read_meta(nvme.path / "META.json")
         if meta is None:
             raise ConfigError(f"tiering.nvme.path = {str(nvme.path)!r}: it was removed while it is in use")
@@ -80,6 +75,25 @@ class Side:
         chain = Chain(self.block_size)
         chain.extend(tokens)
         return self.parts.keys(chain.keys[: self.usable(len(tokens))])
+
+
+def shared_directory(config: Config) -> NvmeSettings:
+    """The settings of the directory in which KV is handed over.
+
+    Raises:
+        ConfigError: there is none, or blocks are not written to it at once.
+    """
+    nvme = config.tiering.nvme
+    if nvme is None:
+        raise ConfigError(
+            "tiering.nvme is off: prefill and decode engines hand KV over in a directory; set tiering.nvme.path"
+        )
+    if nvme.write != "through" or nvme.write_budget is not None:
+        raise ConfigError(
+            f"tiering.nvme.write = {nvme.write!r}, write_budget = {nvme.write_budget}: KV is handed over as it is "
+            f"computed; use 'through', without a budget"
+        )
+    return nvme
 
 
 def _raw_bytes(layout: Layout) -> int:

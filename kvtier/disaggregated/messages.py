@@ -8,7 +8,7 @@ Submit(id, tokens, priority) -------->
                 <---------------------  Computed(id)               the last token's KV is there
                 <---------------------  Finished(id, blocks), or Failed(id, reason): nothing more of this id
 Cancel(id) -------------------------->                             nothing more of this id, either
-                <---------------------  Beat(jobs)                 once in BEAT_SECONDS
+                <---------------------  Beat(jobs, moves)          once in BEAT_SECONDS
 
 No message carries KV, and none can run code: an unknown tag, a wrong type or a frame too long ends the connection.
 """
@@ -131,9 +131,10 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """The prefill process lives; `jobs` of this connection are unfinished."""
+    """The process lives; `jobs` of this connection are unfinished; `moves` grows as anybody's prompts advance."""
 
     jobs: int
+    moves: int
 
 
 FromDecode: TypeAlias = Hello | Submit | Cancel

@@ -131,7 +131,7 @@ class Receiver:
         """
         side, total = self._side, self._side.usable(len(tokens))
         # Before it is hashed: most prompts that are not worth it are simply short.
-        if not (self.client.connected and total and len(tokens) >= self._least) or params.prompt_logprobs is not None:
+        if not (self.client.available and total and len(tokens) >= self._least) or params.prompt_logprobs is not None:
             return None
         keys = side.keys(tokens)
         found = len(side.store.match(keys, parts=len(side.parts), lossy=params.accept_lossy).tiers)

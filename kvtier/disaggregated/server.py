@@ -104,6 +104,7 @@ class PrefillServer:
         self._socket = listen_at(path)
         self._connections: set[_Connection] = set()
         self._work = asyncio.Event()
+        self._moves = 0
 
     @property
     def jobs(self) -> int:
@@ -195,6 +196,7 @@ class PrefillServer:
                 job.computed = output.finish_reason == "length"
         except KVTierError as error:
             reason = str(error)
+        self._moves += 1
         if job.computed:
             job.moved = time.monotonic()
             connection.send(Computed(job.id))
@@ -216,6 +218,7 @@ class PrefillServer:
         now = time.monotonic()
         owners = {job: connection for connection in self._connections for job in connection.jobs.values()}
         for job in self._visibility.advanced(owners):
+            self._moves += 1
             owners[job].send(Progress(job.id, job.visible))
         for job, connection in owners.items():
             if job.settled(_SETTLE_SECONDS, now):
@@ -225,5 +228,5 @@ class PrefillServer:
     async def _beat(self) -> None:
         while True:
             for connection in self._connections:
-                connection.send(Beat(len(connection.jobs)))
+                connection.send(Beat(len(connection.jobs), self._moves))
             await asyncio.sleep(BEAT_SECONDS)

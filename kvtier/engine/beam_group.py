@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from kvtier.engine.beam import BeamSearch, Candidate
-from kvtier.engine.request import Request
+from kvtier.engine.request import MARK, Request
 from kvtier.engine.scheduler import Scheduler
 
 __all__ = ["BeamGroup"]
@@ -62,6 +62,6 @@ class BeamGroup:
 
     def _forked(self, scheduler: Scheduler, parent: Request, token: int) -> Request:
         output = [*parent.tokens[parent.prompt_len :], token]
-        child = parent.sibling(f"{self._name}#{next(self._numbers)}", parent.params, parent.seed, output)
+        child = parent.sibling(f"{self._name}{MARK}{next(self._numbers)}", parent.params, parent.seed, output)
         scheduler.fork(parent, child)
         return child

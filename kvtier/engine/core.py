@@ -15,7 +15,7 @@ from kvtier.engine.outputs import EngineStats, RequestOutput, Sampled
 from kvtier.engine.params import SamplingParams
 from kvtier.engine.pipeline import Pipeline, Ran
 from kvtier.engine.plan import StepPlan
-from kvtier.engine.request import Request
+from kvtier.engine.request import MARK, Request
 from kvtier.engine.runner import Runner
 from kvtier.engine.sampler import derived_seed
 from kvtier.engine.scheduler import Scheduler
@@ -113,6 +113,13 @@ class Engine:
             raise RequestError(f"request {request_id!r} has params {chosen!r}: expected SamplingParams")
         if hints is not None and not isinstance(hints, RequestHints):
             raise RequestError(f"request {request_id!r} has hints {hints!r}: expected RequestHints")
+        # The scheduler would take it once the request's first sequence has ended, whatever the others do.
+        if request_id in self._live:
+            raise RequestError(f"request id {request_id!r} is in use; ids are unique")
+        if MARK in request_id:
+            raise RequestError(
+                f"request id {request_id!r}: {MARK!r} is what further sequences are marked by; leave it out"
+            )
         tokens = self._checked(request_id, prompt)
         if chosen.sparse is not None:
             self._runner.allow_sparse()
@@ -172,7 +179,12 @@ class Engine:
         if live is None:
             return []
         ended, live.unforked = [*live.live.values(), *live.unforked], []
-        return [self._end(sequence, "abort") for sequence in ended]
+        outputs = [self._end(sequence, "abort") for sequence in ended]
+        if live.beams is None:
+            return outputs
+        # As many as were asked for, whatever the number of beams: whoever counts them waits for no more.
+        wanted = range(ended[0].request.params.n)
+        return [replace(outputs[at % len(outputs)], index=at) for at in wanted]
 
     def _end(self, sequence: LiveSequence, reason: FinishReason) -> RequestOutput:
         """A sequence is through; so is its request, if it was the last one."""
@@ -243,6 +255,9 @@ class Engine:
         self._observe(plan, ran.seconds)
         self._learn(plan, sampled, proposing + ran.seconds)
         self._scheduler.update(plan, sampled, ran.results)
+        for request in plan.requests:
+            if request.id not in self._sequences:
+                self._runner.forget(request.id)  # it ended while the step was under way
         if not plan.requests:
             time.sleep(_IDLE_SECONDS)
         for at in plan.samples:

@@ -13,6 +13,8 @@ _MAX_SEED = 2**64 - 1
 _MAX_SEQUENCES = 256
 _MAX_LOGPROBS = 1024
 _MAX_BIAS = 100.0
+_MAX_TEMPERATURE = 1e6
+_MAX_LENGTH_PENALTY = 10.0  # the power of a length: a far larger one is no number any more
 _MAX_PENALTY = 100.0
 _LEAST_REPETITION, _MOST_REPETITION = 0.01, 100.0
 _MAX_TARGET = 86_400.0
@@ -112,8 +114,8 @@ class SamplingParams:
             raise RequestError(f"min_tokens={self.min_tokens}: expected at most max_tokens={self.max_tokens}")
 
     def _check_numbers(self) -> None:
-        if not (_is_real(self.temperature) and self.temperature >= 0):
-            raise RequestError(f"temperature={self.temperature!r}: expected a finite number, at least 0")
+        if not (_is_real(self.temperature) and 0 <= self.temperature <= _MAX_TEMPERATURE):
+            raise RequestError(f"temperature={self.temperature!r}: expected a number in 0..{_MAX_TEMPERATURE:g}")
         if not (_is_real(self.top_p) and 0 < self.top_p <= 1):
             raise RequestError(f"top_p={self.top_p!r}: expected a number above 0 and at most 1")
         if not (_is_real(self.min_p) and 0 <= self.min_p <= 1):
@@ -123,9 +125,15 @@ class SamplingParams:
             raise RequestError(
                 f"repetition_penalty={self.repetition_penalty!r}: expected a number in {least}..{most:g}; 1 is none"
             )
-        for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
-            if not (_is_real(getattr(self, name)) and abs(getattr(self, name)) <= _MAX_PENALTY):
-                raise RequestError(f"{name}={getattr(self, name)!r}: expected a number in -100..100; 0 is none")
+        for name, most in (
+            ("presence_penalty", _MAX_PENALTY),
+            ("frequency_penalty", _MAX_PENALTY),
+            ("length_penalty", _MAX_LENGTH_PENALTY),
+        ):
+            if not (_is_real(getattr(self, name)) and abs(getattr(self, name)) <= most):
+                raise RequestError(
+                    f"{name}={getattr(self, name)!r}: expected a number in -{most:g}..{most:g}; 0 is none"
+                )
         for name in ("ttft_target", "tpot_target"):
             value = getattr(self, name)
             if value is not None and not (_is_real(value) and 0 < value <= _MAX_TARGET):
@@ -134,7 +142,7 @@ class SamplingParams:
     def _check_beams(self) -> None:
         if self.n > self.beam_width:
             raise RequestError(f"n={self.n} with beam_width={self.beam_width}: expected at most as many as beams")
-        for name, neutral in (("temperature", 0), ("stop", ()), ("logprobs", None)):
+        for name, neutral in (("temperature", 0), ("stop", ()), ("logprobs", None), ("prompt_logprobs", None)):
             if getattr(self, name) != neutral:
                 raise RequestError(
                     f"{name}={getattr(self, name)!r} with beam_width={self.beam_width}: drop one of them"
@@ -156,7 +164,7 @@ class SamplingParams:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _check_integer(name: str, value: object, low: int, high: int | None = None) -> None:

@@ -7,6 +7,7 @@ RUNNING -> SWAPPING_OUT -> SWAPPED              preempted, to go on where it was
 SWAPPED -> LOADING -> RUNNING                   and so it does
 SWAPPED -> RUNNING                              the device still holds all that could be kept
 WAITING, SWAPPING_OUT -> FINISHED               with the last token of a step that was under way
+WAITING, SWAPPING_OUT, SWAPPED -> FINISHED      a beam that no other one continues
 any but FINISHED -> ABORTED
 """
 
@@ -21,7 +22,10 @@ from kvtier.gpu.table import BlockTable
 from kvtier.hints import RequestHints
 from kvtier.keys import Chain
 
-__all__ = ["Request", "State"]
+__all__ = ["MARK", "Request", "State"]
+
+MARK = "#"
+"""Between a request's id and the number of a further sequence, in the ids that the scheduler knows."""
 
 
 class State(enum.Enum):
@@ -46,7 +50,7 @@ _NEXT = {
     State.RUNNING: {State.WAITING, State.SWAPPING_OUT, State.FINISHED, State.ABORTED},
     State.SWAPPING_OUT: {State.SWAPPED, State.FINISHED, State.ABORTED},
     # RUNNING at once: the device still has all that could be kept.
-    State.SWAPPED: {State.LOADING, State.RUNNING, State.ABORTED},
+    State.SWAPPED: {State.LOADING, State.RUNNING, State.FINISHED, State.ABORTED},
     State.FINISHED: set(),
     State.ABORTED: set(),
 }

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from kvtier.engine.beam_group import BeamGroup
 from kvtier.engine.outputs import RequestOutput, TokenLogprobs
-from kvtier.engine.request import Request
+from kvtier.engine.request import MARK, Request
 from kvtier.engine.sampler import derived_seed
 from kvtier.engine.text import TextStream
 from kvtier.hooks import FinishReason
@@ -74,4 +74,4 @@ def siblings(request: Request) -> Iterator[Request]:
     """
     params = replace(request.params, n=1, prompt_logprobs=None)
     for index in range(1, 1 if params.beam_width else request.params.n):
-        yield request.sibling(f"{request.id}#{index}", params, derived_seed(request.seed, index))
+        yield request.sibling(f"{request.id}{MARK}{index}", params, derived_seed(request.seed, index))

@@ -110,8 +110,9 @@ class Speculation:
             wish.request.drafts = drafts
 
     def _wish(self, request: Request) -> Wish | None:
+        params = request.params
         # Penalties make every choice depend on the ones before it, so that rows cannot be chosen on their own.
-        if not request.params.speculate or request.params.penalized or request.params.sparse is not None:
+        if not params.speculate or params.penalized or params.sparse is not None or params.beam_width:
             return None
         luck = self._luck.setdefault(request.id, _Luck())
         if luck.resting:

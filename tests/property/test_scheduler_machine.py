@@ -74,10 +74,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.draft(request, [*drafts[:right], *((token + 1) % VOCAB for token in drafts[right:])])
         self.world.step()
 
-    @rule()
-    def preempt(self) -> None:
+    @rule(number=st.integers(0, 3))
+    def preempt(self, number: int) -> None:
         """As if the device were full."""
-        self.world.preempt_last()
+        self.world.preempt(number)
+
+    @precondition(lambda self: 0 < len(self.world.live) < 8)
+    @rule(data=st.data(), number=st.integers(0, 3))
+    def fork_and_preempt(self, data: st.DataObject, number: int) -> None:
+        """Whoever was to copy the tail that both share loses its blocks before it did."""
+        self.fork(data, 6)
+        self.world.preempt(number)
 
     @precondition(lambda self: not self.world.pipelined)
     @rule()

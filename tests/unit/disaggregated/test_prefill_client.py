@@ -1,6 +1,8 @@
 """The client against peers that misbehave: every handover ends."""
 
 import contextlib
+import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,7 +50,7 @@ def test_what_the_peer_says_is_followed(tmp_path: Path, peer: ScriptedPeer) -> N
     seen: list[tuple[int, int]] = []
     first, second = (client.submit([1] * 9, 8, arrived=lambda a, b: seen.append((a, b))) for _ in range(2))
     # Late, repeated, shrinking and excessive news; and ids that were never given out.
-    peer.say(Progress(1, 3), Progress(1, 3), Progress(1, 2), Progress(99, 4), Computed(99), Finished(99, 1), Beat(2))
+    peer.say(Progress(1, 3), Progress(1, 3), Progress(1, 2), Progress(99, 4), Computed(99), Finished(99, 1), Beat(2, 0))
     until(lambda: client.peer_jobs == 2)
     assert (first.blocks, first.computed) == (3, False)
     peer.say(Computed(1), Finished(1, 1000), Failed(2, "no room"))
@@ -70,10 +72,28 @@ def test_a_peer_that_hangs_is_lost(tmp_path: Path, peer: ScriptedPeer, monkeypat
 def test_a_peer_that_gets_nowhere_is_not_waited_for(tmp_path: Path, peer: ScriptedPeer) -> None:
     client = connect(tmp_path, patience=0.2)
     handovers = [client.submit([1] * 9, 8) for _ in range(2)]
-    peer.say(Progress(1, 5), Beat(2))
+    peer.say(Progress(1, 5), Beat(2, 0))
     assert [handover.future.result(20) for handover in handovers] == [Outcome("late", 5), Outcome("late", 0)]
     assert client.connected
+    assert not client.available
     peer.say(Finished(1, 8))  # too late, and of no effect
+    until(lambda: client.available)
+    client.close()
+
+
+def test_a_peer_that_is_busy_with_others_is_waited_for(tmp_path: Path, peer: ScriptedPeer) -> None:
+    client = connect(tmp_path, patience=0.3)
+    handover, began = client.submit([1] * 9, 8), time.monotonic()
+    moves = itertools.count(1)
+
+    def moved_for_a_second() -> bool:
+        peer.say(Beat(1, next(moves)))
+        return time.monotonic() > began + 1
+
+    until(moved_for_a_second)
+    assert not handover.future.done()
+    peer.say(Finished(1, 8))
+    assert handover.future.result(20) == Outcome("finished", 8)
     client.close()
 
 
@@ -108,7 +128,7 @@ def test_nonsense_loses_the_connection_and_the_next_one_is_made(
     ("answer", "error", "text"),
     [
         (to_frame(Refused("model is 'a' in prefill and 'b' in decode")), ConfigError, "of no use here: model is 'a'"),
-        (to_frame(Beat(0)), TierUnavailable, "expected a welcome"),
+        (to_frame(Beat(0, 0)), TierUnavailable, "expected a welcome"),
         (b"HTTP/1.1 400 Bad Request", TierUnavailable, "another protocol"),
     ],
 )

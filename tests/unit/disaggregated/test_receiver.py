@@ -54,9 +54,10 @@ def test_what_comes_early_leaves_half_of_host_to_others(prefill: RunningPrefill,
 
 def test_a_reception_gives_its_room_back_once(prefill: RunningPrefill, receiver: Receiver) -> None:
     room = receiver._room
-    prefill.model.let(40)
+    prefill.model.let(0)
     reception = receiver.begin(PROMPT, GREEDY)
     assert reception is not None
+    prefill.crawl(reception.handover)
     until(lambda: receiver._room < room)
     reception.close()
     reception.close()

@@ -8,6 +8,7 @@ from scheduler_world import Fate, Stored, World, continuation
 
 from kvtier.engine import SamplingParams
 from kvtier.engine.request import Request, State
+from kvtier.engine.rules import SchedulingRules
 from kvtier.errors import RequestError
 
 
@@ -261,6 +262,21 @@ def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     assert made.outputs["waits"][1] == continuation(list(range(20, 29)), 3)
     # What the failed step was to save never reached the store.
     assert len(made.connector.store) == 2
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_who_is_swapped_out_before_it_copied_a_shared_tail_keeps_that_tail(number: int) -> None:
+    made = World(num_blocks=24, fate=Fate(), rules=SchedulingRules(preemption="swap"))
+    parent = made.add("a", list(range(6)), 9)
+    made.step()
+    made.fork(parent, "a-fork-1", 7)
+    made.fork(parent, "a-fork-2", 7)
+    made.preempt(number)
+    assert made.scheduler.counters.swaps == 1
+    made.drain()
+    made.at_rest()
+    made.check_outputs()
+    assert len(made.outputs) == 3
 
 
 def test_never_fits_and_id_in_use_are_refused_at_once() -> None:
