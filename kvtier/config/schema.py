@@ -138,6 +138,9 @@ class EngineSettings(_Section):
         "model with the same vocabulary",
     )
     draft_tokens: _Count = Field(default=8, description="Tokens guessed ahead per request and step, at most")
+    cuda_graphs: bool = Field(
+        default=True, description="Replay decode steps as CUDA graphs: less work for the host; of no effect on a CPU"
+    )
     draft_memory: _Size = Field(default=256 << 20, description="Memory for a small model's own KV")
 
     @model_validator(mode="after")

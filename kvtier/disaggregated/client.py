@@ -71,19 +71,26 @@ class PrefillClient:
         identity: what the peer must be, too.
         patience: seconds without any progress of the peer, on whatever prompt, after which it is not waited for.
         deadline: seconds that one handover may take.
+        connect: seconds in which a peer that is just being started may begin to listen.
 
     Raises:
-        ConfigError: the peer has another model, layout, numerics or directory; the message names what differs.
+        ConfigError: a value is out of range, or the peer has another model, layout, numerics or directory; the message
+            names what differs.
         TierUnavailable: nobody answers there.
     """
 
-    def __init__(self, path: Path, identity: Identity, *, patience: float = 10.0, deadline: float = 120.0) -> None:
-        if not (patience > 0 and deadline > 0):
-            raise ConfigError(f"patience={patience}, deadline={deadline}: expected seconds, more than 0")
+    def __init__(
+        self, path: Path, identity: Identity, *, patience: float = 10.0, deadline: float = 120.0, connect: float = 0.0
+    ) -> None:
+        if not (patience > 0 and deadline > 0 and connect >= 0):
+            raise ConfigError(
+                f"patience={patience}, deadline={deadline}, connect={connect}: expected seconds, two more than 0"
+            )
         self._path = path
         self._identity = identity
         self._patience = patience
         self._deadline = deadline
+        self._listens_until = time.monotonic() + connect
         self._numbers = count(1)
         self._orders: dict[int, _Order] = {}
         self._writer: asyncio.StreamWriter | None = None
@@ -190,11 +197,12 @@ class PrefillClient:
                 async with asyncio.timeout(_CONNECT_SECONDS):
                     reader, writer = await self._connect()
             except (KVTierError, OSError, TimeoutError) as error:
-                if not first.done():
+                starting = not isinstance(error, KVTierError) and time.monotonic() < self._listens_until
+                if not (first.done() or starting):
                     first.set_exception(_unreachable(self._path, error))
                     return
                 if failures == 0:
-                    _log.warning("prefill engine at %s is away, prompts are computed here: %s", self._path, error)
+                    _log.warning("prefill engine at %s is away: %s", self._path, error)
                 await asyncio.sleep(_RETRY_SECONDS[min(failures, len(_RETRY_SECONDS) - 1)])
                 failures += 1
                 continue

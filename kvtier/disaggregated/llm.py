@@ -69,10 +69,13 @@ class PrefilledLLM(AsyncLLM):
     ) -> None:
         super().__init__(model, tiering=tiering, config=config, **engine)
         try:
-            self._receiver = Receiver(Side.of(self), prefill, options or HandoverOptions())
+            self._receiver = self._connect(prefill, options or HandoverOptions())
         except BaseException:
             super().close()
             raise
+
+    def _connect(self, prefill: Path, options: HandoverOptions) -> Receiver:
+        return Receiver(Side.of(self), prefill, options)
 
     @property
     def receiver(self) -> Receiver:
@@ -118,6 +121,25 @@ class PrefilledLLM(AsyncLLM):
         super().close()
 
 
+class _DecodeLLM(PrefilledLLM):
+    """The decode half of two engines that are loaded at the same time.
+
+    Args:
+        process: the other half.
+        socket, options, config: see `PrefilledLLM`.
+    """
+
+    def __init__(
+        self, process: PrefillProcess, socket: Path, options: HandoverOptions | None, config: Mapping[str, Any]
+    ) -> None:
+        self._process = process
+        super().__init__(prefill=socket, options=options, config=config)
+
+    def _connect(self, prefill: Path, options: HandoverOptions) -> Receiver:
+        self._process.wait_ready()
+        return super()._connect(prefill, options)
+
+
 class DisaggregatedLLM:
     """Two engines: one in a process of its own, which only prefills, and one in this process, which decodes.
 
@@ -157,8 +179,7 @@ class DisaggregatedLLM:
         socket = Path(self._sockets.name) / "prefill"
         self._process = PrefillProcess(socket, _with_engine(shared, prefill), prefill_threads)
         try:
-            self._process.wait_ready()
-            self._llm = PrefilledLLM(prefill=socket, options=options, config=_with_engine(shared, decode))
+            self._llm = _DecodeLLM(self._process, socket, options, _with_engine(shared, decode))
         except BaseException:
             self._end_process()
             raise

@@ -33,6 +33,7 @@ class HandoverOptions:
         patience: seconds without any progress of the prefill engine, on whatever prompt, after which this side
             computes what it waits for.
         deadline: seconds that one prompt is waited for.
+        connect: seconds in which a prefill engine that is just being started may begin to listen.
 
     Raises:
         ConfigError: a value is out of range.
@@ -41,12 +42,12 @@ class HandoverOptions:
     least_tokens: int = 128
     patience: float = 10.0
     deadline: float = 120.0
+    connect: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.least_tokens < 1 or not (self.patience > 0 and self.deadline > 0):
+        if self.least_tokens < 1 or not (self.patience > 0 and self.deadline > 0 and self.connect >= 0):
             raise ConfigError(
-                f"least_tokens={self.least_tokens}, patience={self.patience}, deadline={self.deadline}: "
-                f"expected at least 1 token, and seconds more than 0"
+                f"{self}: expected at least 1 token, patience and deadline more than 0, connect at least 0"
             )
 
 
@@ -112,7 +113,9 @@ class Receiver:
     """
 
     def __init__(self, side: Side, path: Path, options: HandoverOptions) -> None:
-        self.client = PrefillClient(path, side.identity, patience=options.patience, deadline=options.deadline)
+        self.client = PrefillClient(
+            path, side.identity, patience=options.patience, deadline=options.deadline, connect=options.connect
+        )
         self._side = side
         self._least = options.least_tokens
         self._room = side.store.host.stats()["capacity_bytes"] // _AHEAD_SHARE // side.block_bytes

@@ -4,6 +4,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -85,12 +86,12 @@ class WaitingQueue:
         self._requests.remove(request)
 
     def head(self, count: int) -> Sequence[Request]:
-        """The first ones, by what is known now."""
+        """The first ones, by what is known now, without beams that want no blocks yet: there may be any number."""
         if self._order.drifts:
             for request in self._requests[:_RANKED]:
                 request.rank = self._order.rank(request)
             self._requests.sort(key=by_rank)
-        return self._requests[:count]
+        return list(islice((request for request in self._requests if not request.settled), count))
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from operator import index
@@ -71,7 +72,9 @@ class Engine:
             self._hook,
             rules=self.options.scheduling,
         )
-        self._runner = Runner(model.model, pool, model.tokenizer.eos_ids, hooks[1] if hooks else None)
+        graphs = self.options.cuda_graphs and pool.device.type == "cuda"
+        worker = hooks[1] if hooks else None
+        self._runner = Runner(model.model, pool, model.tokenizer.eos_ids, worker, graphs=graphs)
         self._speculation = None if proposer is None else Speculation(proposer, self.options.draft_tokens)
         self._pipeline = Pipeline(self._run) if self.options.scheduling.pipelined else None
         self._live: dict[str, LiveRequest] = {}  # by the ids that users know
@@ -213,12 +216,12 @@ class Engine:
         """Run one step; returns an output for each request that got a token.
 
         Without anything to compute it waits a moment for transfers. If it raises, the requests that it was to
-        compute are gone; all others go on with the next step.
+        compute are gone; all others go on with the next step. If planning it raised, all are gone.
 
         Under `SchedulingRules.pipelined` the outputs are those of the step before, and the next one runs meanwhile.
         """
         proposing = self._propose()
-        plan = self._scheduler.schedule()
+        plan = self._plan()
         if self._pipeline is not None:
             return self._exchange(self._pipeline, plan)
         try:
@@ -227,6 +230,16 @@ class Engine:
             self._fail(plan)
             raise
         return self._land(ran, proposing)
+
+    def _plan(self) -> StepPlan:
+        """The next step. Half made, because a hook raised, it is lost, and with it all requests: any may be torn."""
+        try:
+            return self._scheduler.schedule()
+        except BaseException:
+            with ExitStack() as stack:
+                for request_id in self._live:
+                    stack.callback(self.abort, request_id)
+            raise
 
     def _exchange(self, pipeline: Pipeline, plan: StepPlan) -> list[RequestOutput]:
         """Account for the step under way, and start the next one."""

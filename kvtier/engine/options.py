@@ -27,6 +27,7 @@ class EngineOptions:
         max_model_len: tokens of prompt and output together; None is what both the model and the pool take.
         seed: of requests that bring none of their own.
         draft_tokens: guesses per request and step at most, where a proposer makes any.
+        cuda_graphs: replay decode steps as CUDA graphs, on devices and with attention that can.
         scheduling: who is computed first, and who gives way.
 
     Raises:
@@ -41,6 +42,7 @@ class EngineOptions:
     max_model_len: int | None = None
     seed: int = 0
     draft_tokens: int = 8
+    cuda_graphs: bool = True
     scheduling: SchedulingRules = field(default_factory=SchedulingRules)
 
     def __post_init__(self) -> None:
@@ -77,5 +79,6 @@ class EngineOptions:
             max_model_len=settings.max_model_len,
             seed=settings.seed,
             draft_tokens=settings.draft_tokens,
+            cuda_graphs=settings.cuda_graphs,
             scheduling=SchedulingRules.from_config(settings),
         )

@@ -54,6 +54,7 @@ class Runner:
         self._sparse: SparseAttention | None = None
         self._graphs = make_decode_graphs(model.forward, self._attention, pool) if graphs else None
         self._worker = worker
+        self._handed: set[int] = set()  # this step's jobs that the worker was told of, and will report
         if worker is not None:
             worker.register_pool(pool.as_bytes())
 
@@ -64,15 +65,20 @@ class Runner:
         since, and that a load is about to write: hence this order.
         """
         transfers = plan.transfers
+        self._handed.clear()
         first = TransferPlan(fences=transfers.fences, evacuations=transfers.evacuations)
         if plan.copies:
             if self._worker is not None and (first.fences or first.evacuations):
-                self._worker.begin(first)
+                self._hand(self._worker, first)
                 first = TransferPlan()
             with torch.inference_mode():
                 self._pool.copy_blocks(plan.copies)
         if self._worker is not None:
-            self._worker.begin(replace(first, loads=transfers.loads, overlapped=transfers.overlapped))
+            self._hand(self._worker, replace(first, loads=transfers.loads, overlapped=transfers.overlapped))
+
+    def _hand(self, worker: WorkerHook, plan: TransferPlan) -> None:
+        self._handed.update(plan.loads, plan.saves, plan.evacuations)
+        worker.begin(plan)
 
     def compute(self, plan: StepPlan) -> list[Sampled]:
         """The step; returns what was sampled for each of `plan.samples`."""
@@ -106,14 +112,15 @@ class Runner:
         if self._worker is None:
             return TransferResults()
         if transfers.saves:
-            self._worker.begin(TransferPlan(saves=transfers.saves))
+            self._hand(self._worker, TransferPlan(saves=transfers.saves))
         return self._worker.end()
 
     def cancel(self, transfers: TransferPlan) -> TransferResults:
-        """Instead of `end`, after a step that failed: its saves count as failed."""
+        """Instead of `end`, after a step that failed: what the worker was not told of has failed, too."""
         ended = TransferResults() if self._worker is None else self._worker.end()
-        unsaved = dict.fromkeys(transfers.saves, 0)
-        return TransferResults(ended.finished, ended.failed | unsaved, ended.seconds)
+        jobs = (*transfers.loads, *transfers.saves, *transfers.evacuations)
+        unheard = {job: 0 for job in jobs if job not in self._handed}
+        return TransferResults(ended.finished, ended.failed | unheard, ended.seconds)
 
     def _attend(self, layer: int, q: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
         if self._worker is not None:
@@ -125,7 +132,7 @@ class Runner:
             self._attention.plan(plan.step.spans)
             self._attending = self._attention
             return
-        asked = [SparseSpan(request.id, request.params.sparse) for request in plan.requests]
+        asked = [SparseSpan(request.id, request.params.sparse, request.prompt_len) for request in plan.requests]
         attention = self.allow_sparse()
         attention.plan(plan.step.spans, asked)
         self._attending = attention

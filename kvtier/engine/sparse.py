@@ -18,7 +18,7 @@ class Sparse:
     Args:
         kind: `streaming` attends to the first and the latest blocks (StreamingLLM, arXiv:2309.17453), `h2o` gives up
             the blocks of least attention so far, for each KV head (H2O, arXiv:2306.14048), `quest` gives up nothing and
-            takes the blocks of highest possible score anew for each token and KV head (Quest, arXiv:2406.10774).
+            takes the blocks of highest expected score anew for each token and query head (Quest, arXiv:2406.10774).
         share: of the sequence's blocks that are attended to, 0..1.
         sink: leading blocks that always are among them.
         recent: latest blocks that always are.

@@ -49,10 +49,14 @@ class SparseRule(Protocol):
 
 
 class SparseSpan(NamedTuple):
-    """Whose span it is, and what its request asks for."""
+    """Whose span it is, and what its request asks for.
+
+    prompt: leading tokens that attend to all before them, however they are cut into spans: their KV counts as exact.
+    """
 
     request_id: str
     rule: SparseRule | None
+    prompt: int = 0
 
 
 class _Base(Protocol):
@@ -122,24 +126,24 @@ class SparseAttention:
 
         Args:
             spans: one after the other in the flat batch.
-            asked: one for each span. Of one with a rule, single tokens behind the first are sparse.
+            asked: one for each span. Of one with a rule, single tokens behind the prompt and the first are sparse.
         """
         self._rows, self._watched, shown, first = [], [], [], 0
-        for span, (request_id, rule) in zip(spans, asked, strict=True):
+        for span, (request_id, rule, prompt) in zip(spans, asked, strict=True):
             last = first + span.stop - span.start
-            shown.append(span if rule is None else self._shown(span, request_id, rule, first, last))
+            shown.append(span if rule is None else self._shown(span, request_id, rule, prompt, first))
             first = last
         self._base.plan(shown)
 
-    def _shown(self, span: AttentionSpan, request_id: str, rule: SparseRule, first: int, last: int) -> AttentionSpan:
+    def _shown(self, span: AttentionSpan, request_id: str, rule: SparseRule, prompt: int, first: int) -> AttentionSpan:
         size = self._pool.layout.block_size
         blocks = torch.tensor(span.block_ids[: -(-span.stop // size)], device=self._pool.device)
         choice = self._choices.get(request_id)
         if choice is None:
             choice = self._choices[request_id] = make_choice(rule.kind, self._pool, self._group)
         choice.follow(blocks, span.stop)
-        if last - first > 1 or not choice.ready:
-            self._watched.append(_Watched(first, last, blocks, span.stop, choice))
+        if span.stop - span.start > 1 or span.start < prompt or not choice.ready:
+            self._watched.append(_Watched(first, first + span.stop - span.start, blocks, span.stop, choice))
             return span
         self._rows.append(_Row(first, blocks, span.stop, rule, choice))
         full = span.start // size

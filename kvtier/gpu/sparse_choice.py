@@ -73,8 +73,14 @@ class Recent:
         """Nothing is learnt."""
 
 
+# Quest's own bound is 1: as if one key had every element at its extreme. Measured, less of it ranks blocks better.
+_SPREAD = 0.25
+
+
 class QueryBounds:
     """`quest`: the blocks whose keys may score highest, by the least and the greatest of each key element.
+
+    With m the middle between the two and r half their distance, a block's score is q·m + spread * |q|·r.
 
     The bounds of full blocks are kept per layer; the last block is always chosen and has none.
 
@@ -113,8 +119,8 @@ class QueryBounds:
         self._bound(layer, full)
         least, greatest = self._bounds[layer, :full].float().unbind(1)
         queries = q.float()
-        scores = torch.einsum("hgd,nhd->hgn", queries.clamp(max=0), least)
-        scores += torch.einsum("hgd,nhd->hgn", queries.clamp(min=0), greatest)
+        scores = torch.einsum("hgd,nhd->hgn", queries, (least + greatest) / 2)
+        scores += torch.einsum("hgd,nhd->hgn", queries.abs(), (greatest - least) * (_SPREAD / 2))
         return best_places(scores.flatten(0, 1), budget, sink, recent)
 
     def _bound(self, layer: int, full: int) -> None:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.model
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
 NAMES = ("batch", "other", "order", "abort", "corrupt", "killed")
-LENGTH = 180
+LENGTH = 150
 TOKENS = 4
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 OPTIONS = HandoverOptions(patience=60)
@@ -33,7 +33,7 @@ def prompts(default_model: Path) -> dict[str, list[int]]:
     """One for each purpose, no two with a common block."""
     tokens = Tokenizer.from_directory(default_model).encode(TEXT)
     found = {name: tokens[at * LENGTH : (at + 1) * LENGTH] for at, name in enumerate(NAMES)}
-    return found | {"short": tokens[50:90], "long": tokens[-600:]}
+    return found | {"short": tokens[50:90], "long": tokens[-400:]}
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +49,12 @@ def reference(default_model: Path, prompts: dict[str, list[int]]) -> dict[str, t
 
 @pytest.fixture(scope="module")
 def llm(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DisaggregatedLLM]:
-    # Room for two prompts of LENGTH tokens, and for fewer than 600 tokens.
+    # Room for two prompts of LENGTH tokens, and for fewer than 400 tokens.
     nvme = {"segment_size": "8MiB", "min_free": 0}
     with DisaggregatedLLM(
         default_model,
         directory=tmp_path_factory.mktemp("shared") / "kv",
-        capacity="24MiB",
+        capacity="16MiB",
         prefill={"num_blocks": 64, "token_budget": 16},
         decode={"num_blocks": 64},
         config={"model": {"dtype": "float32"}, "tiering": {"host": {"capacity": "128MiB"}, "nvme": nvme}},

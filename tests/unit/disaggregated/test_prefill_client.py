@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,7 +142,17 @@ def test_who_does_not_welcome_is_no_prefill_engine(
     peer.close()
 
 
-@pytest.mark.parametrize("options", [{"patience": 0}, {"deadline": -1}, {"patience": float("nan")}])
+def test_a_peer_that_is_just_being_started_is_waited_for(tmp_path: Path) -> None:
+    late: list[ScriptedPeer] = []
+    timer = threading.Timer(0.3, lambda: late.append(ScriptedPeer(tmp_path / "peer", WELCOME)))
+    timer.start()
+    client = connect(tmp_path, connect=20)
+    assert client.connected
+    client.close()
+    late[0].close()
+
+
+@pytest.mark.parametrize("options", [{"connect": -1}, {"patience": 0}, {"deadline": -1}, {"patience": float("nan")}])
 def test_times_are_checked(tmp_path: Path, options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="more than 0"):
         connect(tmp_path, **options)

@@ -48,6 +48,7 @@ LEGAL = {
     (State.LOADING, State.ABORTED),
     (State.WAITING, State.FINISHED),
     (State.SWAPPING_OUT, State.FINISHED),
+    (State.SWAPPED, State.FINISHED),
     (State.RUNNING, State.WAITING),
     (State.RUNNING, State.SWAPPING_OUT),
     (State.SWAPPING_OUT, State.SWAPPED),

@@ -74,7 +74,8 @@ def by_bounds(world: World, layer: int, token: int, budget: int, rule: Sparse) -
         for block in range(last):
             keys = world.k[layer, block * SIZE : (block + 1) * SIZE, head // GROUP].double()
             q = world.q[layer, token, head].double()
-            rank[block] = torch.maximum(q * keys.amin(0), q * keys.amax(0)).sum()
+            middle, half = (keys.amin(0) + keys.amax(0)) / 2, (keys.amax(0) - keys.amin(0)) / 2
+            rank[block] = (q * middle).sum() + 0.25 * (q.abs() * half).sum()
         others = sorted(set(range(last)) - always, key=lambda block: -float(rank[block]))
         chosen.append(always | set(others[: max(budget - len(always), 0)]))
     return chosen
