@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Tests run in so many processes, each with one thread.
+WORKERS ?= 2
 TORCH_PIN := $(shell grep '^torch==' constraints.txt)
 
 .PHONY: demo test lint format docs clean venv dev bench
@@ -13,7 +15,7 @@ demo: $(VENV)/.installed
 	$(BIN)/kvtier demo
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

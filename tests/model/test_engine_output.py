@@ -18,7 +18,7 @@ from kvtier.engine.models import LoadedModel, load_model
 
 pytestmark = pytest.mark.model
 
-TOKENS = 24
+TOKENS = 16
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
 
