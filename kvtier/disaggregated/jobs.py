@@ -12,6 +12,8 @@ from kvtier.store.lookup import leading_run, present
 __all__ = ["Job", "Visibility"]
 
 _ANSWER_SECONDS = 1.0
+_QUIET_SECONDS = 1.0
+_HUNG_SECONDS = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -39,9 +41,9 @@ class Job:
     moved: float = field(default_factory=time.monotonic)
     task: Task[None] | None = None
 
-    def settled(self, patience: float, now: float) -> bool:
-        """Whether nothing more will come: all is there, or what was computed does not arrive."""
-        return self.computed and (self.visible == self.total or now - self.moved > patience)
+    def complete(self) -> bool:
+        """Whether all that is wanted was computed and is there."""
+        return self.computed and self.visible == self.total
 
 
 class Visibility:
@@ -52,9 +54,18 @@ class Visibility:
     """
 
     def __init__(self, side: Side) -> None:
+        self._store = side.store
         self._tier = side.store.lower[-1]
         self._exact = side.identity.exact
         self._parts = len(side.parts)
+
+    def is_given_up(self, job: Job, now: float) -> bool:
+        """Whether what was computed of a job does not arrive: it was dropped on its way, or the directory hangs."""
+        quiet = now - job.moved
+        if not job.computed or quiet < _QUIET_SECONDS:
+            return False
+        # A new directory may take a while to take its first block; what is queued for it is not lost.
+        return quiet >= _HUNG_SECONDS or not self._store.stats()["store"]["waiting_bytes"]
 
     def advanced(self, jobs: Iterable[Job]) -> list[Job]:
         """Those of which more blocks are there than before. One batch for all, as long as nothing has come."""

@@ -48,8 +48,6 @@ __all__ = ["PrefillServer"]
 _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.003
-# What was computed and does not come to the directory within this time was dropped on its way: it was full.
-_SETTLE_SECONDS = 1.0
 _HELLO_SECONDS = 5.0
 # A peer that reads nothing must not cost memory without bound.
 _MAX_UNSENT = 1 << 20
@@ -221,7 +219,9 @@ class PrefillServer:
             self._moves += 1
             owners[job].send(Progress(job.id, job.visible))
         for job, connection in owners.items():
-            if job.settled(_SETTLE_SECONDS, now):
+            if job.complete() or self._visibility.is_given_up(job, now):
+                if not job.complete():
+                    _log.warning("%d of %d blocks came to the directory, no more do", job.visible, job.total)
                 del connection.jobs[job.id]
                 connection.send(Finished(job.id, job.visible))
 

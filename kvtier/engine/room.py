@@ -1,5 +1,7 @@
 """Room: who gives way where device blocks or places are missing, and how."""
 
+from collections import Counter
+
 from kvtier.engine.books import Books
 from kvtier.engine.plan import Draft
 from kvtier.engine.request import Request
@@ -40,7 +42,9 @@ class Room:
     def displace(self, givers: list[Request], blocks: int, draft: Draft) -> bool:
         """Preempt `givers` until there are `blocks` and a place; False, and nobody, if they have not enough."""
         books = self._books
-        freeable = sum(books.pool.references(block) == 1 for other in givers for block in other.blocks.ids)
+        held = Counter(block for other in givers for block in other.blocks.ids)
+        # What they share among themselves, as beams do, comes free with the last of them.
+        freeable = sum(books.pool.references(block) == holders for block, holders in held.items())
         if not givers or blocks > books.pool.free_blocks + freeable:
             return False
         while givers and (blocks > books.pool.free_blocks or books.num_active >= books.max_running):

@@ -221,6 +221,21 @@ def test_a_beam_that_was_swapped_out_may_come_to_nothing(loaded: LoadedModel, sw
     }
 
 
+@pytest.mark.parametrize(("width", "blocks", "length"), [(4, 8, 5), (6, 8, 5), (8, 7, 1), (8, 9, 9)])
+def test_a_search_on_hardly_more_blocks_than_one_beam_ends(
+    loaded: LoadedModel, width: int, blocks: int, length: int
+) -> None:
+    """Its paused beams hold all blocks together, most of them shared: they give way to those that must catch up."""
+    params = SamplingParams(beam_width=width, n=width, max_tokens=24, ignore_eos=True)
+    plain, tight = engine_of(loaded), engine_of(loaded, num_blocks=blocks)
+    for engine in (plain, tight):
+        engine.add("b", PROMPT[:length], params)
+    expected, outputs = finish(plain), finish(tight)
+    assert {key: output.token_ids for key, output in outputs.items()} == {
+        key: output.token_ids for key, output in expected.items()
+    }
+
+
 # ---- a draft model whose guesses were not computed
 
 

@@ -1,7 +1,9 @@
 """A prefill server and its client, over a real socket and a real directory."""
 
 import stat
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from kvtier.disaggregated import PrefillClient, PrefillServer
 from kvtier.disaggregated.handover import Outcome
 from kvtier.disaggregated.messages import MAX_FRAME, PROTOCOL, Cancel, Hello, Refused, Submit, from_prefill, to_frame
 from kvtier.errors import ConfigError, KVTierError, TierUnavailable
+from kvtier.tiers import Full
 
 
 def test_blocks_are_there_while_prefill_still_runs(prefill: RunningPrefill, client: PrefillClient) -> None:
@@ -56,6 +59,28 @@ def test_many_prompts_of_two_engines_at_once(prefill: RunningPrefill, client: Pr
     assert all(all(prefill.visible(prompt)) for prompt in prompts)
     until(lambda: client.peer_jobs == other.peer_jobs == prefill.server.jobs == 0)
     other.close()
+
+
+def test_a_directory_that_is_slow_to_take_its_first_block_is_waited_for(
+    prefill: RunningPrefill, client: PrefillClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = prefill.llm.store.lower[-1]
+    reserve, slow = tier.reserve, [1.2]
+
+    def reserve_slowly(*arguments: Any) -> Any:
+        time.sleep(slow.pop() if slow else 0)
+        return reserve(*arguments)
+
+    monkeypatch.setattr(tier, "reserve", reserve_slowly)
+    assert client.submit(PROMPT, BLOCKS).future.result(20) == Outcome("finished", BLOCKS)
+
+
+def test_what_is_dropped_on_its_way_is_not_waited_for(
+    prefill: RunningPrefill, client: PrefillClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = prefill.llm.store.lower[-1]
+    monkeypatch.setattr(tier, "reserve", lambda refs, *rest: [Full("no room") for _ in refs])
+    assert client.submit(PROMPT, BLOCKS).future.result(20) == Outcome("finished", 0)
 
 
 def test_a_cancelled_prompt_is_computed_no_further(prefill: RunningPrefill, client: PrefillClient) -> None:

@@ -1,0 +1,178 @@
+"""Everything at once on tiny pools and budgets: every request gets the output that it would have had alone."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from kvtier_engine import connect
+from tiny_model import TinyModel, tiny_model
+
+from kvtier.cpu import HostTier
+from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams
+from kvtier.engine.draft_model import DraftModel
+from kvtier.engine.drafting import PromptLookup, Proposer
+from kvtier.engine.models import LoadedModel
+from kvtier.engine.rules import SchedulingRules
+from kvtier.engine.sparse import Sparse
+from kvtier.store import TieredStore
+
+BLOCK = 4
+ONE = [(7 * at) % 200 + 1 for at in range(60)]
+TEXTS = (ONE, [1, 2, 3, 4] * 15, [*ONE[:20], *((5 * at) % 100 + 3 for at in range(40))])
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_model()
+
+
+def some_params(dice: random.Random) -> SamplingParams:
+    """Beams, parallel samples, penalties, log-probabilities, sparsity that changes nothing."""
+    most = dice.choice([1, 2, 3, 6, 12, 20])
+    common = {
+        "max_tokens": most, "ignore_eos": dice.random() < 0.7, "priority": dice.randrange(3), "seed": dice.randrange(4),
+        "min_tokens": min(most, dice.choice([0, 0, 0, 3])),
+        "stop_token_ids": frozenset(dice.sample(range(257), dice.choice([0, 0, 40]))),
+        "repetition_penalty": dice.choice([1.0, 1.0, 1.3]),
+    }  # fmt: skip
+    if dice.random() < 0.3:
+        width = dice.randint(1, 5)
+        penalty = dice.choice([-1.0, 0.0, 1.0, 2.0])
+        return SamplingParams(**common, beam_width=width, n=dice.randint(1, width), length_penalty=penalty)
+    sparse = dice.choice([None, None, None, Sparse(dice.choice(["streaming", "h2o", "quest"]), 1.0)])
+    return SamplingParams(
+        **common,
+        n=dice.choice([1, 1, 2, 4]),
+        temperature=dice.choice([0.0, 0.5, 1.5]),
+        top_k=dice.choice([0, 20]),
+        frequency_penalty=dice.choice([0.0, 0.0, 0.3]),
+        prompt_logprobs=dice.choice([None, None, 0, 2]),
+        stop=dice.choice([(), (), ("e", "xy")]),
+        sparse=sparse,
+    )
+
+
+def some_rules(dice: random.Random, *, pipelined: bool) -> SchedulingRules:
+    return SchedulingRules(
+        order=dice.choice(["fcfs", "priority", "slack", "longest_prefix"]),
+        victims=dice.choice(["fifo", "class", "slack", "cost"]),
+        preemption=dice.choice(["auto", "swap", "swap", "recompute"]),
+        watermark=dice.choice([0.0, 0.01, 0.3]),
+        residency=dice.choice([0, 4, 16]),
+        prefetch_ahead=dice.choice([0, 4]),
+        pipelined=pipelined,
+    )
+
+
+class Life:
+    """One engine, everything that was asked of it and what became of it."""
+
+    def __init__(self, loaded: LoadedModel, dice: random.Random, stack: contextlib.ExitStack) -> None:
+        self.model = loaded
+        self.dice = dice
+        pipelined = dice.random() < 0.3
+        makers: tuple[partial[Proposer | None], ...] = (
+            partial(lambda: None), partial(PromptLookup), partial(DraftModel, loaded.model, 1 << 20, BLOCK, 32),
+        )  # fmt: skip
+        blocks = dice.choice([8, 10, 14, 20, 40])
+        self.options = EngineOptions(
+            block_size=BLOCK,
+            num_blocks=blocks,
+            max_running=dice.choice([1, 2, 4, 8]),
+            token_budget=dice.choice([1, 2, 3, 7, 16, 64]),
+            max_model_len=min(blocks * BLOCK, 70),
+            draft_tokens=dice.choice([1, 3, 8]),
+            scheduling=some_rules(dice, pipelined=pipelined),
+        )
+        hooks = None
+        if dice.random() < 0.7:
+            store = stack.enter_context(contextlib.closing(TieredStore(HostTier(dice.choice([1 << 16, 1 << 20])))))
+            layout = loaded.model.layout(BLOCK)
+            connection = connect(store, loaded, layout, self.options.token_budget, recompute_gate=dice.random() < 0.3)
+            stack.enter_context(contextlib.closing(connection))
+            hooks = (connection.scheduler, connection.worker)
+        proposer = None if pipelined else dice.choice(makers)()
+        self.engine = Engine(loaded, self.options, hooks, proposer)
+        self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.cut: set[str] = set()
+        self.outputs: dict[tuple[str, int], RequestOutput] = {}
+
+    def add(self) -> None:
+        name = f"r{len(self.asked)}"
+        text = self.dice.choice(TEXTS)
+        length = self.dice.randint(1, min(len(text), self.engine.max_model_len - 1))
+        self.asked[name] = text[:length], some_params(self.dice)
+        self.engine.add(name, *self.asked[name])
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            earlier = self.outputs.get((output.id, output.index))
+            assert earlier is None or earlier.finish_reason is None, f"{output.id} went on after its end"
+            self.outputs[output.id, output.index] = output
+        self.engine._blocks.check()
+
+    def abort(self) -> None:
+        name = self.dice.choice(sorted(self.asked))
+        if self.engine.abort(name):
+            self.cut.add(name)
+
+    def fail(self) -> None:
+        """Steps that compute anything do; pipelined ones tell with the next."""
+        assert isinstance(self.model.model, TinyModel)
+        before = set(self.engine._live)
+        self.model.model.fails = True
+        try:
+            for _ in range(2):
+                with contextlib.suppress(RuntimeError):
+                    self.step()
+        finally:
+            self.model.model.fails = False
+        with contextlib.suppress(RuntimeError):
+            self.step()
+        ended = {name for (name, _), output in self.outputs.items() if output.finish_reason is not None}
+        self.cut |= before - set(self.engine._live) - ended
+
+    def live(self) -> None:
+        for _ in range(self.dice.randint(10, 40)):
+            roll = self.dice.random()
+            if (roll < 0.3 and len(self.asked) < 10) or not self.asked:
+                self.add()
+            elif roll < 0.9:
+                self.step()
+            elif roll < 0.95:
+                self.abort()
+            elif roll < 0.97:
+                self.engine.clear_device_cache()
+            else:
+                self.fail()
+        for _ in range(20_000):
+            if not (self.engine.has_work or self.engine.busy):
+                return
+            self.step()
+        raise AssertionError(f"no end in sight: {self.engine.stats()}")
+
+
+def alone(loaded: LoadedModel, prompt: list[int], params: SamplingParams, limit: int) -> Iterator[RequestOutput]:
+    engine = Engine(loaded, EngineOptions(block_size=BLOCK, num_blocks=400, max_model_len=limit, max_running=64))
+    engine.add("alone", prompt, params)
+    while engine.has_work:
+        yield from (output for output in engine.step() if output.finish_reason is not None)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_output_is_the_undisturbed_one(loaded: LoadedModel, seed: int) -> None:
+    with contextlib.ExitStack() as stack:
+        life = Life(loaded, random.Random(seed), stack)
+        life.live()
+        assert life.engine.stats().free_blocks == life.options.num_blocks
+        assert not life.engine._sequences
+        for name, (prompt, params) in life.asked.items():
+            if name in life.cut:
+                continue
+            for expected in alone(loaded, prompt, params, life.engine.max_model_len):
+                output = life.outputs[name, expected.index]
+                assert (output.token_ids, output.text, output.finish_reason) == (
+                    expected.token_ids, expected.text, expected.finish_reason,
+                ), (name, params)  # fmt: skip
