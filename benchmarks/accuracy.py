@@ -4,7 +4,7 @@
 
 `accuracy.logits`: largest absolute difference over 512 tokens. `accuracy.<mode>`: prompts whose greedy continuation is
 `transformers.generate`'s, token for token, of the 20 of tests/data/prompts.jsonl and 30 of 500 to 900 tokens; `ties`
-of them differ first where the reference's top two logits are closer than 1e-3. 64 tokens each.
+of them differ first where the reference's top two logits are closer than 1e-3. 32 tokens each.
 `--quick`: 6 short and 2 long prompts, 24 tokens.
 
 Modes: alone, batched, preempted (a pool for a fifth of the batch; recompute), swapped (the same, through host),
@@ -190,7 +190,7 @@ def main() -> None:
     report.add(Result("accuracy.logits", difference, "max abs", {"tokens": 512, "dtype": "float32"}))
 
     prompts = all_prompts(loaded.tokenizer, *((6, 2) if args.quick else (None, 30)))
-    task = Task(source, prompts, 24 if args.quick else 64)
+    task = Task(source, prompts, 24 if args.quick else 32)
     expected = [
         reference.generate(torch.tensor([prompt]), max_new_tokens=task.tokens, do_sample=False, pad_token_id=0)[
             0, len(prompt) :

@@ -119,7 +119,7 @@ def test_numbers_that_would_overflow_are_refused(name: str, value: float) -> Non
 
 
 EXTREMES = {
-    "hot": SamplingParams(max_tokens=6, temperature=1e6, min_tokens=5, seed=1),
+    "hot": SamplingParams(max_tokens=6, temperature=1e30, min_tokens=5, seed=1),
     "cold": SamplingParams(max_tokens=6, temperature=1e-300, min_tokens=5, seed=1, top_p=1e-300),
     "rare": SamplingParams(max_tokens=6, repetition_penalty=0.01, ignore_eos=True),
     "fond": SamplingParams(max_tokens=6, presence_penalty=-100.0, frequency_penalty=-100.0, ignore_eos=True),
