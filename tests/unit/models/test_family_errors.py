@@ -38,7 +38,7 @@ def edited(directory: Path, name: str, **changes: Any) -> Path:
         ("mistral", {"sliding_window": -1}, "a sliding window of -1 tokens, expected at least 1"),
         ("mistral", {"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no', expected true or false"),
         ("qwen2-late-windows", {"sliding_window": None}, "sliding_window = None, expected a number"),
-        ("qwen2-late-windows", {"layer_types": ["chunked_attention"] * 3}, "layer_types has chunked_attention: supported"),
+        ("qwen2-late-windows", {"layer_types": ["chunked_attention"] * 3}, "has chunked_attention: supported"),
         ("qwen2-late-windows", {"layer_types": ["full_attention"] * 2}, "2 windows, expected one for each of 3 layers"),
         ("qwen2-late-windows", {"layer_types": "full"}, "layer_types = 'full', expected a list"),
         ("mixtral", {"num_experts_per_tok": 5}, "5 experts per token of 4, expected 1 to as many"),
