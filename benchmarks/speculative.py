@@ -93,7 +93,7 @@ def main() -> None:
     torch.set_num_threads(2)
     model = load_model(fetch_default_model(cache_dir(), lambda *_: None), torch.bfloat16)
     report = Report(args.json)
-    pairs, count = (6, 2) if args.quick else (20, 4)
+    pairs, count = (6, 1) if args.quick else (20, 2)
     compare(model, "engine.speculative.repeating", repeating(model, count), pairs, report)
     compare(model, "engine.speculative.elsewhere", elsewhere(model, count), pairs, report)
     report.write()

@@ -5,7 +5,8 @@
     head 1      s   x               x       r   r
 
 All other spans, and the writing of K and V, are left to the attention that it is built on. A sparse span is shown to
-that one with its last block only. Keys carry their rotation, so that blocks may be attended to in any company.
+that one with its last block only, or, where all layers and heads take the same blocks, with those. Keys carry their
+rotation, so that blocks may be attended to in any company.
 """
 
 from collections.abc import Sequence
@@ -137,12 +138,15 @@ class SparseAttention:
 
     def _shown(self, span: AttentionSpan, request_id: str, rule: SparseRule, prompt: int, first: int) -> AttentionSpan:
         size = self._pool.layout.block_size
+        whole = span.stop - span.start > 1 or span.start < max(prompt, 1)
+        if rule.kind == "streaming":
+            return span if whole else _first_and_latest(span, rule, size)
         blocks = torch.tensor(span.block_ids[: -(-span.stop // size)], device=self._pool.device)
         choice = self._choices.get(request_id)
         if choice is None:
             choice = self._choices[request_id] = make_choice(rule.kind, self._pool, self._group)
         choice.follow(blocks, span.stop)
-        if span.stop - span.start > 1 or span.start < prompt or not choice.ready:
+        if whole or not choice.ready:
             self._watched.append(_Watched(first, first + span.stop - span.start, blocks, span.stop, choice))
             return span
         self._rows.append(_Row(first, blocks, span.stop, rule, choice))
@@ -183,3 +187,12 @@ class SparseAttention:
         mass = functional.pad(weights.sum(1), (0, places.shape[1] * size - tokens))
         row.choice.learn(layer, places, mass.view(len(mass), -1, size).sum(2))
         return (weights.to(value.dtype) @ value).flatten(0, 1)
+
+
+def _first_and_latest(span: AttentionSpan, rule: SparseRule, size: int) -> _Shown:
+    """The span without the blocks between its first and its latest ones."""
+    blocks = span.block_ids[: -(-span.stop // size)]
+    budget = rule.budget(len(blocks))
+    first, left_out = min(rule.sink, budget), len(blocks) - budget
+    shown = (*blocks[:first], *blocks[first + left_out :])
+    return _Shown(shown, span.start - left_out * size, span.stop - left_out * size)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvtier.errors import FormatMismatch
 from kvtier.gpu.storage import DevicePool
 
-__all__ = ["Choice", "HeavyHitters", "QueryBounds", "Recent", "make_choice"]
+__all__ = ["Choice", "HeavyHitters", "QueryBounds", "make_choice"]
 
 # Enough of a prompt's latest queries to tell what its continuation will attend to (SnapKV, arXiv:2404.14469).
 _WATCHED_QUERIES = 64
@@ -42,35 +42,6 @@ class Choice(Protocol):
     def learn(self, layer: int, places: Tensor, mass: Tensor) -> None:
         """The attention that the chosen blocks got, [kv_heads, budget]; only if `wants_mass`."""
         ...
-
-
-class Recent:
-    """`streaming`: the first and the latest blocks."""
-
-    wants_mass = False
-
-    def __init__(self, pool: DevicePool) -> None:
-        self.ready = False
-        self._heads = pool.group.kv_heads
-        self._device = pool.device
-        self._count = 0
-
-    def follow(self, blocks: Tensor, stop: int) -> None:
-        """See `Choice.follow`."""
-        self._count = len(blocks)
-
-    def watch(self, layer: int, q: Tensor, blocks: Tensor, stop: int) -> None:
-        """The prompt has come by: from now on the sequence is sparse."""
-        self.ready = True
-
-    def choose(self, layer: int, q: Tensor, budget: int, sink: int, recent: int) -> Tensor:
-        """See `Choice.choose`."""
-        first = torch.arange(min(sink, budget), device=self._device)
-        last = torch.arange(self._count - (budget - len(first)), self._count, device=self._device)
-        return torch.cat((first, last)).expand(self._heads, -1)
-
-    def learn(self, layer: int, places: Tensor, mass: Tensor) -> None:
-        """Nothing is learnt."""
 
 
 # Quest's own bound is 1: as if one key had every element at its extreme. Measured, less of it ranks blocks better.
@@ -207,11 +178,9 @@ def make_choice(kind: str, pool: DevicePool, group: int) -> Choice:
         FormatMismatch: an unknown kind.
     """
     match kind:
-        case "streaming":
-            return Recent(pool)
         case "h2o":
             return HeavyHitters(pool, group)
         case "quest":
             return QueryBounds(pool, group)
         case _:
-            raise FormatMismatch(f"sparse kind {kind!r}: expected streaming, h2o or quest")
+            raise FormatMismatch(f"sparse kind {kind!r}: expected h2o or quest")

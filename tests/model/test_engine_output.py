@@ -18,7 +18,7 @@ from kvtier.engine.models import LoadedModel, load_model
 
 pytestmark = pytest.mark.model
 
-TOKENS = 16
+TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
 
@@ -30,7 +30,7 @@ def loaded(default_model: Path) -> LoadedModel:
 @pytest.fixture(scope="module")
 def prompts(loaded: LoadedModel) -> list[list[int]]:
     lines = (Path(__file__).parents[1] / "data/prompts.jsonl").read_text().splitlines()
-    return [loaded.tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
+    return [loaded.tokenizer.encode(json.loads(line)["prompt"]) for line in lines[:12]]
 
 
 @pytest.fixture(scope="module")
