@@ -70,7 +70,7 @@ class Way:
 
     def ask(self, name: str, prompt: list[int], answer: int) -> RequestOutput:
         """One turn; afterwards all that is to be saved is."""
-        self.engine.add(name, prompt, SamplingParams(max_tokens=answer, ignore_eos=True, logprobs=2))
+        self.engine.add(name, prompt, SamplingParams(max_tokens=answer, ignore_eos=True, logprobs=20))
         last: list[RequestOutput] = []
         while self.engine.has_work:
             last = self.engine.step() or last
