@@ -1,5 +1,6 @@
 """Configuration: one schema, five sources, one precedence, and where each value came from.
 
+fields    what settings are made of: sizes, counts, names, sections
 schema    the settings, as frozen pydantic models
 sizes     "8GiB"
 catalog   the schema as a flat list of dotted names

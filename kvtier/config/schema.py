@@ -1,12 +1,26 @@
 """Every setting: its type, default and meaning. Illegal combinations are refused, never rewritten."""
 
-from pathlib import Path
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
-from kvtier.config.sizes import parse_size
+from kvtier.config.fields import (
+    GIB,
+    MIB,
+    AnySize,
+    Count,
+    FilePath,
+    ModelSource,
+    Name,
+    Port,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Size,
+    Whole,
+    conflict,
+)
 
 __all__ = [
     "Config",
@@ -19,64 +33,11 @@ __all__ = [
     "TieringSettings",
 ]
 
-_MIB = 1 << 20
-_GIB = 1 << 30
-_MAX = (1 << 63) - 1
 
-
-def _whole(value: object) -> object:
-    # pydantic takes True for 1 and 16.0 for 16.
-    if isinstance(value, bool | float):
-        raise ValueError("expected a whole number")  # noqa: TRY004 - pydantic collects ValueErrors
-    return value
-
-
-def _filled(value: object) -> object:
-    if value == "":
-        raise ValueError("expected a path, not an empty text")
-    return value
-
-
-def _named(value: object) -> object:
-    if value == "":
-        raise ValueError("expected a name, not an empty text")
-    return value
-
-
-# A shell expands ~ for flags and variables; nobody does for a TOML file.
-_SizeText = WithJsonSchema({"type": "string", "format": "size"})
-_AnySize: TypeAlias = Annotated[int, Field(le=_MAX), BeforeValidator(parse_size), _SizeText]
-_Size: TypeAlias = Annotated[int, Field(ge=1, le=_MAX), BeforeValidator(parse_size), _SizeText]
-_Seed: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 64), BeforeValidator(_whole)]
-_Count: TypeAlias = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-_Whole: TypeAlias = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
-_Port: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 16), BeforeValidator(_whole)]
-_Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Share: TypeAlias = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-_Name: TypeAlias = Annotated[str, BeforeValidator(_named)]
-_Directory: TypeAlias = Annotated[Path, BeforeValidator(_filled), AfterValidator(Path.expanduser)]
-_Source: TypeAlias = Annotated[
-    str,
-    BeforeValidator(_filled),
-    BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value),
-    AfterValidator(lambda text: str(Path(text).expanduser())),
-    WithJsonSchema({"type": "string", "format": "path"}),
-]
-
-
-def _conflict(message: str, *fields: str) -> PydanticCustomError:
-    """An illegal combination of `fields` of one section; whoever knows where they were set can say so."""
-    return PydanticCustomError("conflict", "{message}", {"message": message, "fields": list(fields)})
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModelSettings(_Section):
+class ModelSettings(Section):
     """The language model."""
 
-    path: _Source | None = Field(
+    path: ModelSource | None = Field(
         default=None, description="Hugging Face directory or GGUF file; none: the default model, fetched on first use"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -92,22 +53,22 @@ class ModelSettings(_Section):
     )
 
 
-class EngineSettings(_Section):
+class EngineSettings(Section):
     """The bundled engine."""
 
-    block_size: _Count = Field(default=16, description="Tokens per KV block; KV of another block size is never reused")
-    memory: _Size | None = Field(
+    block_size: Count = Field(default=16, description="Tokens per KV block; KV of another block size is never reused")
+    memory: Size | None = Field(
         default=None, description="Device memory for KV blocks; none, and num_blocks none: 1GiB"
     )
-    num_blocks: _Count | None = Field(default=None, description="KV blocks in device memory, instead of memory")
-    max_running: _Count = Field(default=16, description="Requests computed in one step, at most")
-    token_budget: _Count = Field(
+    num_blocks: Count | None = Field(default=None, description="KV blocks in device memory, instead of memory")
+    max_running: Count = Field(default=16, description="Requests computed in one step, at most")
+    token_budget: Count = Field(
         default=512, description="Tokens computed in one step, at most; longer prompts are chunked"
     )
-    max_model_len: _Count | None = Field(
+    max_model_len: Count | None = Field(
         default=None, description="Tokens of one request, prompt and output; none: the model's own limit"
     )
-    seed: _Seed = Field(default=0, description="What requests that bring no seed derive theirs from")
+    seed: Seed = Field(default=0, description="What requests that bring no seed derive theirs from")
     order: Literal["fcfs", "priority", "slack", "longest_prefix"] = Field(
         default="fcfs",
         description="Who is computed first: who came first, the better class, whose first token is due, or whose "
@@ -121,14 +82,14 @@ class EngineSettings(_Section):
     preemption: Literal["auto", "swap", "recompute"] = Field(
         default="auto", description="Whether who gives way is kept in other tiers or computed again; auto: the cheaper"
     )
-    ageing: _Seconds = Field(default=30.0, description="Seconds of waiting that weigh as much as one class")
-    watermark: _Share = Field(
+    ageing: Seconds = Field(default=30.0, description="Seconds of waiting that weigh as much as one class")
+    watermark: Share = Field(
         default=0.01, description="Share of the blocks that stay free when a request is admitted beside others"
     )
-    residency: _Whole = Field(
+    residency: Whole = Field(
         default=16, description="Steps that who lost its blocks is left alone after it got some again, if possible"
     )
-    prefetch_ahead: _Whole = Field(
+    prefetch_ahead: Whole = Field(
         default=4, description="Waiting requests whose KV is brought to host memory meanwhile"
     )
     pipelined: bool = Field(default=False, description="Plan the next step while one is running")
@@ -137,27 +98,27 @@ class EngineSettings(_Section):
         description="Who guesses tokens ahead, for the same output sooner: off, prompt_lookup, or the path of a small "
         "model with the same vocabulary",
     )
-    draft_tokens: _Count = Field(default=8, description="Tokens guessed ahead per request and step, at most")
+    draft_tokens: Count = Field(default=8, description="Tokens guessed ahead per request and step, at most")
     cuda_graphs: bool = Field(
         default=True, description="Replay decode steps as CUDA graphs: less work for the host; of no effect on a CPU"
     )
-    draft_memory: _Size = Field(default=256 << 20, description="Memory for a small model's own KV")
+    draft_memory: Size = Field(default=256 << 20, description="Memory for a small model's own KV")
 
     @model_validator(mode="after")
     def _one_pool_size(self) -> Self:
         if self.memory is not None and self.num_blocks is not None:
-            raise _conflict("memory and num_blocks both size the pool; keep one", "memory", "num_blocks")
+            raise conflict("memory and num_blocks both size the pool; keep one", "memory", "num_blocks")
         return self
 
 
-class HostSettings(_Section):
+class HostSettings(Section):
     """The host tier."""
 
-    capacity: _Size = Field(default=_GIB, description="Host memory for KV blocks, a hard limit")
-    policy: _Name = Field(
+    capacity: Size = Field(default=GIB, description="Host memory for KV blocks, a hard limit")
+    policy: Name = Field(
         default="lru", description="Which block leaves first: lru, arc, clock2, s3fifo, or module:Class"
     )
-    format: _Name = Field(
+    format: Name = Field(
         default="raw",
         description="How blocks are encoded here, in a format of fixed size; lossy ones need accept_lossy",
     )
@@ -168,33 +129,33 @@ class HostSettings(_Section):
     )
 
 
-class NvmeSettings(_Section):
+class NvmeSettings(Section):
     """The NVMe tier."""
 
-    path: _Directory = Field(description="Directory on a local disk, made if absent; processes may share one")
-    capacity: _Size = Field(
-        default=8 * _GIB, description="Disk space for KV blocks, a hard limit for all processes together"
+    path: FilePath = Field(description="Directory on a local disk, made if absent; processes may share one")
+    capacity: Size = Field(
+        default=8 * GIB, description="Disk space for KV blocks, a hard limit for all processes together"
     )
-    segment_size: _Size = Field(default=256 * _MIB, description="Size of one preallocated file")
-    min_free: _AnySize = Field(default=_GIB, description="Free disk space that is never used up")
+    segment_size: Size = Field(default=256 * MIB, description="Size of one preallocated file")
+    min_free: AnySize = Field(default=GIB, description="Free disk space that is never used up")
     durable: bool = Field(
         default=False,
         description="Sync every commit: survive power loss, not only the death of the process; slower",
     )
-    io_threads: _Count = Field(default=4, description="Threads that read and write")
-    format: _Name = Field(
+    io_threads: Count = Field(default=4, description="Threads that read and write")
+    format: Name = Field(
         default="raw", description="How blocks are encoded here; bitsplit is lossless, lossy ones need accept_lossy"
     )
     write: Literal["through", "leave", "second_touch"] = Field(
         default="through",
         description="When blocks are written: at once, when they are about to leave host, or at their second touch",
     )
-    write_budget: _Size | None = Field(
+    write_budget: Size | None = Field(
         default=None, description="Bytes written per day; while ahead of it, second touch only; none: no limit"
     )
 
 
-class TieringSettings(_Section):
+class TieringSettings(Section):
     """Where KV goes when device memory is full or the process ends."""
 
     host: HostSettings | None = Field(
@@ -205,7 +166,7 @@ class TieringSettings(_Section):
         default=False,
         description="Reuse KV that was stored in a lossy format; outputs may differ",
     )
-    load_deadline: _Seconds = Field(
+    load_deadline: Seconds = Field(
         default=10.0, description="Seconds after which a load that does not arrive is a miss"
     )
     prefetch: Literal["none", "next_turn"] = Field(
@@ -218,7 +179,7 @@ class TieringSettings(_Section):
     @model_validator(mode="after")
     def _host_is_the_gateway(self) -> Self:
         if self.nvme is not None and self.host is None:
-            raise _conflict(
+            raise conflict(
                 "nvme needs host, the gateway between device memory and NVMe; switch host on or nvme off",
                 "host",
                 "nvme",
@@ -226,30 +187,30 @@ class TieringSettings(_Section):
         return self
 
 
-class ServerSettings(_Section):
+class ServerSettings(Section):
     """The OpenAI-compatible server."""
 
-    host: _Name = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 and :: are all addresses")
-    port: _Port = Field(default=8000, description="TCP port; 0: any free one")
-    served_model_name: _Name | None = Field(
+    host: Name = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 and :: are all addresses")
+    port: Port = Field(default=8000, description="TCP port; 0: any free one")
+    served_model_name: Name | None = Field(
         default=None, description="What clients call the model; none: the name of its directory or file"
     )
-    api_key_file: _Directory | None = Field(
+    api_key_file: FilePath | None = Field(
         default=None, description="File of accepted API keys, one a line; none: every caller is served"
     )
-    max_waiting: _Whole = Field(
+    max_waiting: Whole = Field(
         default=64, description="Sequences beyond engine.max_running that may wait; what comes then is refused with 429"
     )
-    max_body: _Size = Field(default=8 * _MIB, description="Size of a request's body, at most")
-    drain_timeout: _Seconds = Field(
+    max_body: Size = Field(default=8 * MIB, description="Size of a request's body, at most")
+    drain_timeout: Seconds = Field(
         default=30.0, description="Seconds that requests under way have to end after SIGTERM"
     )
-    cors_origins: _Name | None = Field(
+    cors_origins: Name | None = Field(
         default=None, description="Origins of web pages that may call, with commas between; * is every one; none: none"
     )
 
 
-class LogSettings(_Section):
+class LogSettings(Section):
     """Messages on stderr."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
@@ -258,7 +219,7 @@ class LogSettings(_Section):
     format: Literal["text", "json"] = Field(default="text", description="Lines for people, or one JSON object a line")
 
 
-class Config(_Section):
+class Config(Section):
     """All settings of one process."""
 
     model: ModelSettings = ModelSettings()
