@@ -7,7 +7,7 @@ holds of an extent = its reservation, or being its node's current version
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtier.cpu.holds import GONE, Extent, Fidelity, HostHandle, Lease, Node
 from kvtier.cpu.region import round_up
@@ -18,13 +18,20 @@ from kvtier.hints import NO_HINT, Hint
 from kvtier.policies import EvictionPolicy
 from kvtier.tiers import BlockRef, Exists, Full, Handle, Owner, Reservation
 
-__all__ = ["RecordTable"]
+__all__ = ["Changes", "RecordTable"]
 
 _EVICTIONS = 1 << 16
 _MORE_SLOTS = 64
 _NO_KEY = b""
 
 _Kind = TypeVar("_Kind", Extent, Lease)
+
+
+class Changes(NamedTuple):
+    """What became ready and what went since somebody emptied them."""
+
+    stored: list[BlockRef]
+    removed: list[tuple[int, bytes]]
 
 
 class RecordTable:
@@ -43,6 +50,7 @@ class RecordTable:
         self.reservations = 0
         self.evicted = 0
         self.evictions: deque[bytes] = deque(maxlen=_EVICTIONS)
+        self.changes: Changes | None = None  # somebody wants to know them
         self._slab = slab
         self._policy = policy
         self._pending: dict[bytes, tuple[Extent, ...]] = {}  # each better than those before it
@@ -92,18 +100,11 @@ class RecordTable:
         self._policy.pin(anchors)
         try:
             victims = self._victims(count, [ref.key for ref in refs[-count:]])
+            if len(victims) < count or not _leave_as_much(victims, nbytes):
+                return []
+            self._remove(victims, evicted=True)
         finally:
             self._policy.unpin(anchors)
-        doomed: set[Node] = set()
-        for node in victims:
-            extent = node.extent
-            fits = extent.nbytes == nbytes or round_up(extent.nbytes) == round_up(nbytes)
-            if extent.holds > 1 or not fits or not doomed.issuperset(node.children):
-                return []
-            doomed.add(node)
-        if len(doomed) < count:
-            return []
-        self._remove(victims, evicted=True)
         self.evicted += count
         return [node.extent.offset for node in victims]
 
@@ -237,6 +238,9 @@ class RecordTable:
                 self._replace(node, extent)
         self._insert(fresh, hints)
         self._unpin_anchors(extents)
+        if self.changes is not None:
+            # Of two versions of a key the better one counts, and of one that was no better, nothing.
+            self.changes.stored.extend(extent.ref for extent in extents if extent.node is not None)
 
     def _insert(self, fresh: list[Node], hints: list[Hint]) -> None:
         slots: list[int] = []
@@ -442,6 +446,8 @@ class RecordTable:
         slots = [node.slot for node in doomed]
         self._policy.remove(slots, evicted=evicted)
         self._free_slots += slots
+        if self.changes is not None:
+            self.changes.removed.extend((node.extent.ref.ns, node.extent.ref.key) for node in doomed)
         for node in doomed:
             extent = node.extent
             key, _, _, named, _ = extent.ref
@@ -504,6 +510,18 @@ class RecordTable:
             return linked and children and (named is None or _root_of(named) is node)
         parent = node.parent
         return linked and children and parent.slot != GONE and node in parent.children
+
+
+def _leave_as_much(victims: Sequence[Node], nbytes: int) -> bool:
+    """Whether each victim, which nobody leases, makes room for `nbytes`, and none leaves a child behind."""
+    doomed: set[Node] = set()
+    for node in victims:
+        extent = node.extent
+        fits = extent.nbytes == nbytes or round_up(extent.nbytes) == round_up(nbytes)
+        if extent.holds > 1 or not fits or not doomed.issuperset(node.children):
+            return False
+        doomed.add(node)
+    return len(doomed) == len(victims)
 
 
 def _root_of(node: Node) -> Node:

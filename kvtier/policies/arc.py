@@ -33,14 +33,13 @@ class ArcOrder:
         self._incoming: Sequence[bytes] = ()
         self._arrived = self._arrived_recent = 0
 
-    def insert(self, slot: int, key: bytes) -> None:
+    def insert(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
         """See `Order.insert`."""
-        self._learn(key)
-        if self._returning.pop(key, None) is None:
-            self._recent.insert(slot)
-        else:
-            self._frequent.insert(slot)
-        self._trim()
+        for slot, key in zip(slots, keys, strict=True):
+            self._learn(key)
+            known = self._returning.pop(key, None) is not None
+            (self._frequent if known else self._recent).insert(slot)
+            self._trim()
 
     def hit(self, slot: int, queue: SlotQueue) -> None:
         """See `Order.hit`."""

@@ -24,12 +24,13 @@ class Clock2Order:
         self._queue = SlotQueue(slots, self._arrived, ordered=True)
         self._turn = 0
 
-    def insert(self, slot: int, key: bytes) -> None:
+    def insert(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
         """See `Order.insert`."""
-        self._uses[slot] = 0
-        self._turn += 1
-        self._arrived[slot] = self._turn
-        self._queue.insert(slot)
+        for slot in slots:
+            self._uses[slot] = 0
+            self._turn += 1
+            self._arrived[slot] = self._turn
+        self._queue.extend(slots)
 
     def hit(self, slot: int, queue: SlotQueue) -> None:
         """See `Order.hit`."""

@@ -47,6 +47,10 @@ class HintedPolicy:
         self._expiry = Expiry(self._slots.used)
         self._keys: list[bytes] = []
         self._latest = 0
+        # Victims that were named last, with their queues: out of these and off their parents until anything but
+        # their removal is asked for, for nearly always that comes next.
+        self._named: list[int] = []
+        self._named_queues: list[SlotQueue] = []
 
     # ---- records
 
@@ -66,21 +70,28 @@ class HintedPolicy:
         taken = next((slot for slot in slots if self._slots.owner[slot]), None)
         if taken is not None or len(set(slots)) < len(slots):
             raise LeaseError(f"slot {taken if taken is not None else list(slots)} is in the policy already, or twice")
+        self._restore()
         stamp = self._stamps(len(slots))
-        used = self._slots.used
-        for at, (slot, key, parent) in enumerate(zip(slots, keys, parents, strict=True)):
-            used[slot] = now = stamp + at
-            self._keys[slot] = key
-            self._slots.attach(slot, parent)
-            if hints is not None and self._expiry.note(slot, hints[at], now):
-                target = self._target(slot, now)
-                if target is not None:
-                    target.insert(slot)
-                    continue
-            self._order.insert(slot, key)
+        used, known, attach = self._slots.used, self._keys, self._slots.attach
+        for at, (slot, key, parent) in enumerate(zip(slots, keys, parents, strict=True), stamp):
+            used[slot] = at
+            known[slot] = key
+            if parent is not None:
+                attach(slot, parent)
+        if hints is None:
+            self._order.insert(slots, keys)
+            return
+        for slot, key, hint in zip(slots, keys, hints, strict=True):
+            counts = self._expiry.note(slot, hint, used[slot])
+            target = self._target(slot, used[slot]) if counts else None
+            if target is None:
+                self._order.insert((slot,), (key,))
+            else:
+                target.insert(slot)
 
     def hit(self, slots: Sequence[int]) -> None:
         """See `EvictionPolicy.hit`."""
+        self._restore()
         stamp = self._stamps(len(slots))
         used, hinted = self._slots.used, self._expiry.hints
         for at, slot in enumerate(slots, stamp):
@@ -96,6 +107,7 @@ class HintedPolicy:
 
     def hint(self, slots: Sequence[int], hints: Sequence[Hint]) -> None:
         """See `EvictionPolicy.hint`."""
+        self._restore()
         now = self._stamps(0)
         for slot, hint in zip(slots, hints, strict=True):
             self._slots.queue(slot)
@@ -104,6 +116,7 @@ class HintedPolicy:
 
     def duplicate(self, slots: Sequence[int], *, above: bool) -> None:
         """See `EvictionPolicy.duplicate`."""
+        self._restore()
         now = self._stamps(0)
         for slot in slots:
             self._slots.queue(slot)
@@ -118,6 +131,7 @@ class HintedPolicy:
         """
         if self._slots.parent[slot] != NO_SLOT:
             raise LeaseError(f"slot {slot} has parent {self._slots.parent[slot]} already: cannot give it {parent}")
+        self._restore()
         self._slots.attach(slot, parent)
 
     def remove(self, slots: Sequence[int], *, evicted: bool = False) -> None:
@@ -126,21 +140,38 @@ class HintedPolicy:
         Raises:
             LeaseError: a slot has live children, or is not live.
         """
+        count = len(slots)
+        if evicted and self._named and self._named[:count] == list(slots):
+            queues = self._named_queues[:count]
+            del self._named[:count], self._named_queues[:count]
+            for slot, queue in zip(slots, queues, strict=True):
+                self._gone(slot, queue, evicted=True)
+            for queue in set(queues).difference(self._named_queues):
+                self._retire(queue)
+            return
+        self._restore()
         for slot in slots:
             queue = self._slots.queue(slot)
             if self._slots.children(slot):
                 raise LeaseError(f"slot {slot} has {self._slots.children(slot)} live children: cannot remove it")
-            if evicted and queue.ordered:
-                self._order.evicted(self._keys[slot], queue)
-            self._leave(slot, queue)
-            if slot in self._expiry.hints:
-                self._expiry.forget(slot)
-            self._duplicated[slot] = False
-            self._keys[slot] = _NO_KEY
-            self._wake(self._slots.forget(slot))
+            queue.remove(slot)
+            self._wake(self._slots.detach(slot))
+            self._gone(slot, queue, evicted=evicted)
+            self._retire(queue)
+
+    def _gone(self, slot: int, queue: SlotQueue, *, evicted: bool) -> None:
+        """Forget a slot that has left its queue and its parent for good."""
+        if evicted and queue.ordered:
+            self._order.evicted(self._keys[slot], queue)
+        if slot in self._expiry.hints:
+            self._expiry.forget(slot)
+        self._duplicated[slot] = False
+        self._keys[slot] = _NO_KEY
+        self._slots.reset(slot)
 
     def pin(self, slots: Sequence[int]) -> None:
         """See `EvictionPolicy.pin`."""
+        self._restore()
         self._slots.pin(slots)
 
     def unpin(self, slots: Sequence[int]) -> None:
@@ -149,6 +180,7 @@ class HintedPolicy:
         Raises:
             LeaseError: a slot is not pinned.
         """
+        self._restore()
         for slot in slots:
             if self._slots.unpin(slot):
                 self._wake(slot)
@@ -158,25 +190,33 @@ class HintedPolicy:
     def victims(self, count: int, incoming: Sequence[bytes] = ()) -> list[int]:
         """See `EvictionPolicy.victims`. Asking evicts nothing, and asking again gives the same answer.
 
-        Each victim really leaves its queue, so that its parent may be the next; all come back in the end.
+        Each victim really leaves its queue, so that its parent may be the next; who is not removed next comes back.
         """
+        self._restore()
         now = self._stamps(0)
         for slot in self._expiry.due(now):
             self._settle(slot, now)
         self._order.expect(incoming)
-        slots = self._slots
-        taken: list[int] = []
-        queues: list[SlotQueue] = []
+        slots, taken, queues = self._slots, self._named, self._named_queues
         while len(taken) < count and (slot := self._pick(len(taken), now)) != NO_SLOT:
             queue = slots.queue(slot)
             queue.remove(slot)
             taken.append(slot)
             queues.append(queue)
-            self._wake(slots.detach(slot))
-        for slot, queue in zip(reversed(taken), reversed(queues), strict=True):
-            slots.reattach(slot)
+            parent = slots.detach(slot)
+            if parent != NO_SLOT:
+                self._wake(parent)
+        return taken.copy()
+
+    def _restore(self) -> None:
+        """The victims that were named last come back."""
+        if not self._named:
+            return
+        for slot, queue in zip(reversed(self._named), reversed(self._named_queues), strict=True):
+            self._slots.reattach(slot)
             queue.insert(slot)
-        return taken
+        self._named.clear()
+        self._named_queues.clear()
 
     def _pick(self, at: int, now: int) -> int:
         for queue in (self._duplicates, self._dead):
@@ -221,14 +261,15 @@ class HintedPolicy:
         queue, target = self._slots.queue(slot), self._target(slot, now)
         if target is queue or (target is None and queue.ordered):
             return
-        self._leave(slot, queue)
+        queue.remove(slot)
+        self._retire(queue)
         if target is None:
-            self._order.insert(slot, self._keys[slot])
+            self._order.insert((slot,), (self._keys[slot],))
         else:
             target.insert(slot)
 
-    def _leave(self, slot: int, queue: SlotQueue) -> None:
-        queue.remove(slot)
+    def _retire(self, queue: SlotQueue) -> None:
+        """If it is the queue of a weight class and empty, it goes."""
         if queue.members or queue.ordered or queue in (self._duplicates, self._dead):
             return
         weight = next(weight for weight, class_queue in self._classes.items() if class_queue is queue)

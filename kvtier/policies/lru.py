@@ -18,9 +18,9 @@ class LruOrder:
     def __init__(self, slots: Slots) -> None:
         self._queue = SlotQueue(slots, slots.used, ordered=True)
 
-    def insert(self, slot: int, key: bytes) -> None:
+    def insert(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
         """See `Order.insert`."""
-        self._queue.insert(slot)
+        self._queue.extend(slots)
 
     def hit(self, slot: int, queue: SlotQueue) -> None:
         """See `Order.hit`."""

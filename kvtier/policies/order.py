@@ -14,8 +14,8 @@ class Order(Protocol):
     Its queues are made with `ordered=True`. They contain only blocks without a hint that counts.
     """
 
-    def insert(self, slot: int, key: bytes) -> None:
-        """A block comes in: new, or its hint has lapsed. `Slots.used` says when it was last used."""
+    def insert(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Blocks come in, coldest first: new, or their hint has lapsed. `Slots.used` says when each was last used."""
         ...
 
     def hit(self, slot: int, queue: SlotQueue) -> None:

@@ -1,6 +1,7 @@
 """SlotQueue: slots from cold to hot by a stamp, of which the coldest that is free to leave is found at once."""
 
 from array import array
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 from kvtier.policies.slots import NO_SLOT, Slots
@@ -42,6 +43,23 @@ class SlotQueue:
         self._owner[slot] = self.id
         self.members += 1
         self._join(slot)
+
+    def extend(self, slots: Sequence[int]) -> None:
+        """Slots that no queue owns join; as a rule each is newer than all before, and than all members."""
+        stamps, owner, place, own = self._stamps, self._owner, self._place, self.id
+        colder, hotter, hot = self._colder, self._hotter, self._hot
+        self.members += len(slots)
+        for slot in slots:
+            owner[slot] = own
+            if hot == NO_SLOT or stamps[hot] > stamps[slot]:
+                self._hot = hot
+                self._join(slot)
+                hot = self._hot
+                continue
+            colder[slot], hotter[slot] = hot, NO_SLOT
+            hotter[hot] = hot = slot
+            place[slot] = _LINKED
+        self._hot = hot
 
     def remove(self, slot: int) -> None:
         """A member leaves the queue."""

@@ -33,9 +33,10 @@ class S3FifoOrder:
         self._ghosts = GhostList(max(self._main_blocks, 1))
         self._turn = 0
 
-    def insert(self, slot: int, key: bytes) -> None:
+    def insert(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
         """See `Order.insert`."""
-        self._enter(self._main if self._ghosts.discard(key) else self._small, slot)
+        for slot, key in zip(slots, keys, strict=True):
+            self._enter(self._main if self._ghosts.discard(key) else self._small, slot)
 
     def _enter(self, queue: SlotQueue, slot: int) -> None:
         self._uses[slot] = 0

@@ -74,11 +74,10 @@ class Slots:
             raise LeaseError(f"slot {slot} is not in the policy: insert it first")
         return queue
 
-    def attach(self, slot: int, parent: int | None) -> None:
-        """Make a slot the child of another (None: a root)."""
-        if parent is not None:
-            self.parent[slot] = parent
-            self.holds[parent] += 1
+    def attach(self, slot: int, parent: int) -> None:
+        """Make a root the child of another slot."""
+        self.parent[slot] = parent
+        self.holds[parent] += 1
 
     def reattach(self, slot: int) -> None:
         """Undo `detach`."""
@@ -94,12 +93,10 @@ class Slots:
         self.holds[parent] -= 1
         return NO_SLOT if self.holds[parent] else parent
 
-    def forget(self, slot: int) -> int:
-        """A slot is gone. Returns its parent if that is free now, else -1."""
-        freed = self.detach(slot)
+    def reset(self, slot: int) -> None:
+        """A slot that was detached is gone."""
         self.parent[slot] = NO_SLOT
         self.holds[slot] = self.pins[slot] = 0
-        return freed
 
     def children(self, slot: int) -> int:
         """How many live children a slot has."""
