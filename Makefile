@@ -7,15 +7,21 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests run in so many processes, each with one thread.
 WORKERS ?= 2
+REMOTE_FAULTS := $(foreach kind,valkey objects peer,tests/faults/test_$(kind)_faults.py)
 TORCH_PIN := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test lint format docs clean venv dev bench
+.PHONY: demo test test-remote lint format docs clean venv dev bench
 
 demo: $(VENV)/.installed
 	$(BIN)/kvtier demo
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/remote $(addprefix --ignore ,$(REMOTE_FAULTS))
+
+# Remote tiers against real servers: Valkey from a wheel, moto's S3; SeaweedFS, TLS (redis-server) and network namespaces where
+# they are there. See docs/remote.md.
+test-remote: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/remote $(REMOTE_FAULTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -5,12 +5,14 @@
 `accuracy.logits`: largest absolute difference over 512 tokens. `accuracy.<mode>`: prompts whose greedy continuation is
 `transformers.generate`'s, token for token, of the 20 of tests/data/prompts.jsonl and 30 of 500 to 900 tokens; `ties`
 of them differ first where the reference's top two logits are closer than 1e-3. 32 tokens each.
-`--quick`: 6 short and 2 long prompts, 24 tokens.
+`--quick`: 6 short and 2 long prompts, 24 tokens. `--expected FILE` keeps what transformers said for the next run.
 
 Modes: alone, batched, preempted (a pool for a fifth of the batch; recompute), swapped (the same, through host),
-tiered (from the device, from host, from NVMe after a restart, raw and bitsplit), speculative, forked (n = 3), aborts.
+tiered (from the device, from host, from NVMe after a restart, raw and bitsplit), speculative, forked (n = 3), aborts,
+disaggregated (prompts computed in another process).
 """
 
+import asyncio
 import json
 import random
 import tempfile
@@ -23,7 +25,8 @@ import torch
 from harness import Report, Result, arguments
 from transformers import AutoModelForCausalLM
 
-from kvtier import LLM, SamplingParams
+from kvtier import LLM, AsyncLLM, SamplingParams
+from kvtier.disaggregated import DisaggregatedLLM
 from kvtier.engine import Engine, RequestOutput
 from kvtier.engine.models.base import DenseAttention
 from kvtier.engine.models.catalog import cache_dir, fetch_default_model
@@ -141,8 +144,27 @@ def aborts(task: Task) -> list[Outputs]:
         return [finish(engine, "r", len(task.prompts), abort_one)]
 
 
+def disaggregated(task: Task) -> list[Outputs]:
+    engine = {"num_blocks": BLOCKS, "max_running": 16}
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+        config = {"model": {"dtype": "float32"}, "tiering": {"host": {"capacity": "2GiB"}}}
+        settings = {"directory": Path(directory) / "kv", "capacity": "8GiB", "prefill": engine, "decode": engine}
+        with DisaggregatedLLM(task.source, config=config, prefill_threads=1, **settings) as both:
+            outputs = asyncio.run(ask_all(both.llm, task))
+    print(f"  {sum(output.metrics.loaded_tokens for output in outputs)} tokens handed over", flush=True)
+    return [lines(outputs)]
+
+
+async def ask_all(llm: AsyncLLM, task: Task) -> list[RequestOutput]:
+    async def ask(prompt: list[int]) -> RequestOutput:
+        return [output async for output in llm.generate(prompt, task.params)][-1]
+
+    return await asyncio.gather(*map(ask, task.prompts))
+
+
 MODES = {
-    mode.__name__: mode for mode in (alone, batched, preempted, swapped, tiered, speculative, forked, aborts)
+    mode.__name__: mode
+    for mode in (alone, batched, preempted, swapped, tiered, speculative, forked, aborts, disaggregated)
 }  # fmt: skip
 
 
@@ -174,9 +196,28 @@ def all_prompts(tokenizer: Any, short: int | None, long: int) -> list[list[int]]
     return prompts
 
 
+def expectations(reference: Any, task: Task, known: Path | None) -> Outputs:
+    """What transformers says, prompt after prompt; from the file, where it has just these prompts."""
+    question = {"prompts": task.prompts, "tokens": task.tokens}
+    if known is not None and known.is_file():
+        kept = json.loads(known.read_text())
+        if kept["question"] == question:
+            return list(kept["answers"])
+    answers = [
+        reference.generate(torch.tensor([prompt]), max_new_tokens=task.tokens, do_sample=False, pad_token_id=0)[
+            0, len(prompt) :
+        ].tolist()
+        for prompt in task.prompts
+    ]
+    if known is not None:
+        known.write_text(json.dumps({"question": question, "answers": answers}))
+    return answers
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--only", default=",".join(MODES), help="modes, by name")
+    parser.add_argument("--expected", type=Path, help="file of what transformers said, written if absent")
     args = parser.parse_args()
     torch.set_num_threads(2)
     source = fetch_default_model(cache_dir(), lambda *_: None)
@@ -191,12 +232,7 @@ def main() -> None:
 
     prompts = all_prompts(loaded.tokenizer, *((6, 2) if args.quick else (None, 30)))
     task = Task(source, prompts, 24 if args.quick else 32)
-    expected = [
-        reference.generate(torch.tensor([prompt]), max_new_tokens=task.tokens, do_sample=False, pad_token_id=0)[
-            0, len(prompt) :
-        ].tolist()
-        for prompt in prompts
-    ]
+    expected = expectations(reference, task, args.expected)
     for name in args.only.split(","):
         pairs = [pair for outputs in MODES[name](task) for pair in zip(prompts, outputs, expected, strict=True)]
         same = sum(ours == theirs for _, ours, theirs in pairs)

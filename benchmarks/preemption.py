@@ -3,8 +3,15 @@
     python benchmarks/preemption.py [--quick] [--json PATH]
 
 The default model in bf16, 2 threads, a host tier, all in one process. Goodput: output tokens per second until all
-requests are through; rounds interleaved. The requests need twice the device's blocks. `equal running batch`: a device
-with room for all of them, and as many running as had blocks on average in the swapping run.
+requests are through; rounds interleaved. The live requests need twice the device's blocks:
+
+`swap`: low-class requests fill the device, and again and again a wave of high-class ones that fills it once more.
+Every wave takes the blocks of all low ones. `unlimited`: a device with room for all, and as many running as had blocks
+on average in the swapping run.
+`fcfs`: one class, all at once. Who came last gives way as the others grow: seldom, and once.
+
+`gain_bound` is what recompute would take longer, by count: the tokens that it prefills again, at the speed at which
+the same engine prefills, beside the time that swapping took. A ratio above it would be another effect than preemption.
 Priority: low-class requests hold all blocks and places; high-class ones come in between. Their excess is TTFT less the
 median TTFT of the same prompt on the idle engine, 99th percentile, in steps of nothing but decodes.
 """
@@ -21,9 +28,10 @@ from harness import Cost, Report, Result, arguments, interleaved, require
 from kvtier_engine import connect
 
 from kvtier.cpu import HostTier
-from kvtier.engine import Engine, EngineOptions, SamplingParams
+from kvtier.engine import Engine, EngineOptions, EngineStats, SamplingParams
 from kvtier.engine.models import LoadedModel, load_model
 from kvtier.engine.models.catalog import cache_dir, fetch_default_model
+from kvtier.engine.orders import OrderName
 from kvtier.engine.rules import Preemption, SchedulingRules
 from kvtier.store import TieredStore
 
@@ -47,23 +55,60 @@ class Load:
         """What they need together."""
         return self.requests * -(-(self.prompt + self.output) // BLOCK)
 
-    def prompts(self, vocabulary: int) -> list[list[int]]:
+    @property
+    def text(self) -> str:
+        """Its size, for a table."""
+        return f"{self.requests} x ({self.prompt} + {self.output})"
+
+    def prompts(self, vocabulary: int, seed: int = 0) -> list[list[int]]:
         """Random, so that nothing is shared."""
-        return np.random.default_rng(0).integers(100, vocabulary, (self.requests, self.prompt)).tolist()
+        return np.random.default_rng(seed).integers(100, vocabulary, (self.requests, self.prompt)).tolist()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Who comes when.
+
+    base: there from the start. wave: of a better class; comes `waves` times, each time after `every` steps in which
+    nobody but `base` brought a token.
+    """
+
+    base: Load
+    wave: Load = Load(0, 1, 1)
+    waves: int = 0
+    every: int = 1
+
+    @property
+    def blocks(self) -> int:
+        """Half of what they need at a time."""
+        return (self.base.blocks + self.wave.blocks) // 2
+
+    @property
+    def order(self) -> OrderName:
+        """What lets a wave go first."""
+        return "priority" if self.waves else "fcfs"
+
+    @property
+    def tokens(self) -> int:
+        """All output."""
+        return self.base.requests * self.base.output + self.waves * self.wave.requests * self.wave.output
 
 
 @dataclass
 class Run:
-    """One way to serve the load, and what its runs were like."""
+    """One way to serve a scenario, and what its runs were like."""
 
     blocks: int
     running: int
     preemption: Preemption = "swap"
     tiered: bool = True
-    preemptions: list[int] = field(default_factory=list)
-    swaps: list[int] = field(default_factory=list)
-    computed: list[int] = field(default_factory=list)
+    stats: list[EngineStats] = field(default_factory=list)
     active: list[float] = field(default_factory=list)
+
+    @property
+    def last(self) -> EngineStats:
+        """The counters of the latest run."""
+        return self.stats[-1]
 
 
 @contextlib.contextmanager
@@ -82,59 +127,88 @@ def engine_of(
         yield Engine(model, options, (connection.scheduler, connection.worker))
 
 
-def serve(model: LoadedModel, load: Load, run: Run) -> Cost:
+def serve(model: LoadedModel, scenario: Scenario, run: Run) -> Cost:
     """Seconds until all requests are through."""
-    rules = SchedulingRules(preemption=run.preemption)
+    # No head-room that depends on the device's size: who fits is let in.
+    rules = SchedulingRules(
+        order=scenario.order, victims="class", preemption=run.preemption, ageing=3600.0, watermark=0.0
+    )
+    base, wave, vocabulary = scenario.base, scenario.wave, model.config.vocab
+    low, high = (
+        SamplingParams(max_tokens=load.output, ignore_eos=True, priority=at) for at, load in ((1, base), (0, wave))
+    )
     with engine_of(model, run.blocks, run.running, rules, tiered=run.tiered) as engine:
-        params = SamplingParams(max_tokens=load.output, ignore_eos=True)
-        cpu, began, active, steps, done = time.process_time(), time.perf_counter(), 0, 0, 0
-        stats = engine.stats()
-        for number, prompt in enumerate(load.prompts(model.config.vocab)):
-            engine.add(str(number), prompt, params)
-        while engine.has_work:
-            done += sum(output.finish_reason == "length" for output in engine.step())
-            stats = engine.stats()
-            active, steps = active + stats.running, steps + 1
+        cpu, began, active, steps, done, calm = time.process_time(), time.perf_counter(), 0, 0, 0, 0
+        coming, guests = iter(range(scenario.waves)), set[str]()
+        for number, prompt in enumerate(base.prompts(vocabulary)):
+            engine.add(f"base-{number}", prompt, low)
+        turn = next(coming, None)
+        while engine.has_work or turn is not None:
+            if turn is not None and (calm >= scenario.every or not engine.has_work):
+                calm = 0
+                for number, prompt in enumerate(wave.prompts(vocabulary, seed=1 + turn)):
+                    guests.add(f"wave-{turn}-{number}")
+                    engine.add(f"wave-{turn}-{number}", prompt, high)
+                turn = next(coming, None)
+            outputs = engine.step()
+            ended = {output.id for output in outputs if output.finish_reason == "length"}
+            done, guests = done + len(ended), guests - ended
+            calm += bool(outputs) and not guests
+            active, steps = active + engine.stats().running, steps + 1
         cost = Cost(time.perf_counter() - began, time.process_time() - cpu)
-        require(done == load.requests, f"{done} of {load.requests} requests were finished")
-        run.preemptions.append(stats.preemptions)
-        run.swaps.append(stats.swaps)
-        run.computed.append(stats.computed_tokens)
+        wanted = base.requests + scenario.waves * wave.requests
+        require(done == wanted, f"{done} of {wanted} requests were finished")
+        run.stats.append(engine.stats())
         run.active.append(active / steps)
     return cost
 
 
-def goodput(report: Report, model: LoadedModel, load: Load, rounds: int) -> None:
+def prefill_rate(model: LoadedModel, load: Load) -> float:
+    """Prompt tokens per second of an idle engine."""
+    with engine_of(model, 2 * load.blocks, load.requests, SchedulingRules(), tiered=False) as engine:
+        began = time.perf_counter()
+        for number, prompt in enumerate(load.prompts(model.config.vocab)):
+            engine.add(str(number), prompt, SamplingParams(max_tokens=1))
+        while engine.has_work:
+            engine.step()
+        return load.requests * load.prompt / (time.perf_counter() - began)
+
+
+def goodput(
+    report: Report, model: LoadedModel, name: str, scenario: Scenario, rounds: int, peers: Sequence[str]
+) -> None:
     """Swap against recompute on the same device, and against a device with room for all."""
-    pool, running = load.blocks // 2, load.requests
+    pool, running = scenario.blocks, scenario.base.requests + scenario.wave.requests
     runs = {
         "swap": Run(pool, running),
         "recompute": Run(pool, running, "recompute"),
         "recompute.untiered": Run(pool, running, "recompute", tiered=False),
     }
-    probe = Run(pool, running)
-    serve(model, load, probe)
-    equal = max(1, round(probe.active[0]))
-    runs["unlimited"] = Run(2 * load.blocks, equal)
-    measured = interleaved({name: lambda run=run: serve(model, load, run) for name, run in runs.items()}, rounds)
-    tokens = load.requests * load.output
-    swap = runs["swap"]
-    require(min(swap.swaps) > 0, "nothing was swapped: the device is too large for this load")
-    for name, peer in (
-        ("engine.preemption.swap", "recompute"),
-        ("engine.preemption.swap.untiered", "recompute.untiered"),
-        ("engine.preemption.swap.unlimited", "unlimited"),
-    ):
+    if "unlimited" in peers:
+        probe = Run(pool, running)
+        serve(model, scenario, probe)
+        runs["unlimited"] = Run(4 * pool, max(1, round(probe.active[0])))
+    rate = prefill_rate(model, scenario.base)
+    chosen = {peer: runs[peer] for peer in ("swap", *peers)}
+    measured = interleaved({peer: lambda run=run: serve(model, scenario, run) for peer, run in chosen.items()}, rounds)
+    swap, seconds = runs["swap"], measured.median("swap").seconds
+    require(swap.last.swaps > 0, "nothing was swapped: the device is too large for this load")
+    for peer in peers:
         theirs = runs[peer]
+        again = theirs.last.computed_tokens - swap.last.computed_tokens
         params = {
-            "requests": load.requests, "prompt": load.prompt, "output": load.output, "blocks": pool,
-            "working_set": load.blocks, "swaps": swap.swaps[-1], "computed": swap.computed[-1],
-            "peer_preemptions": theirs.preemptions[-1], "peer_computed": theirs.computed[-1],
-            "peer_running": theirs.running, "active": round(swap.active[-1], 2), "rounds": rounds,
+            "base": scenario.base.text, "wave": scenario.wave.text if scenario.waves else None,
+            "waves": scenario.waves, "blocks": pool, "working_set": scenario.base.blocks + scenario.wave.blocks,
+            "swaps": swap.last.swaps, "loaded": swap.last.loaded_tokens, "computed": swap.last.computed_tokens,
+            "steps": swap.last.steps, "active": round(swap.active[-1], 2),
+            "peer_preemptions": theirs.last.preemptions, "peer_computed": theirs.last.computed_tokens,
+            "peer_steps": theirs.last.steps, "peer_running": theirs.running, "rounds": rounds,
+            "gain_bound": round(1 + again / rate / seconds, 2),
             "cpu_ratio": round(measured.cpu_ratio("swap", peer), 3),
         }  # fmt: skip
-        rate, rival = tokens / measured.median("swap").seconds, tokens / measured.median(peer).seconds
-        report.add(Result(name, rate, "tok/s", params, peer, rival, measured.ratio("swap", peer)))
+        ours, rival = scenario.tokens / seconds, scenario.tokens / measured.median(peer).seconds
+        title = name if peer == "recompute" else f"{name}.{peer.rpartition('.')[2]}"
+        report.add(Result(title, ours, "tok/s", params, peer, rival, measured.ratio("swap", peer)))
 
 
 @dataclass
@@ -209,10 +283,16 @@ def main() -> None:
     torch.set_num_threads(2)
     model = load_model(fetch_default_model(cache_dir(), lambda *_: None), torch.bfloat16)
     report = Report(args.json)
+    if args.quick:
+        waves, alone, rounds = Scenario(Load(3, 768, 96), Load(3, 768, 24), 3, 10), Load(8, 64, 160), 2
+    else:
+        waves, alone, rounds = Scenario(Load(4, 1024, 128), Load(4, 1024, 32), 4, 14), Load(8, 512, 192), 2
+    goodput(report, model, "engine.preemption.swap", waves, rounds, ("recompute", "unlimited"))
+    peers = ("recompute",) if args.quick else ("recompute", "recompute.untiered")
+    goodput(report, model, "engine.preemption.fcfs", Scenario(alone), rounds, peers)
     # Outputs are long beside prompts: all places are taken before the blocks are, and then somebody has to give way.
-    load = Load(8, 64, 160) if args.quick else Load(16, 64, 384)
-    goodput(report, model, load, 2 if args.quick else 3)
-    priority(report, model, load, 12 if args.quick else 40, 256)
+    low = Load(8, 64, 160) if args.quick else Load(16, 64, 384)
+    priority(report, model, low, 12 if args.quick else 40, 256)
     report.write()
 
 

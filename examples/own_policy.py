@@ -19,9 +19,10 @@ class LfuOrder:
         self._queue = SlotQueue(slots, self._rank, ordered=True)
         self._turn = 0
 
-    def insert(self, slot: int, key: bytes) -> None:
-        self._uses[slot] = 0
-        self._place(slot)
+    def insert(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
+        for slot in slots:
+            self._uses[slot] = 0
+            self._place(slot)
 
     def hit(self, slot: int, queue: SlotQueue) -> None:
         self._uses[slot] += 1

@@ -12,12 +12,12 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, overload
 
 import torch
-from kvtier_engine import Connection, connect
+from kvtier_engine import Connection, connect, namespace_of
 
-from kvtier.config import Config, EngineSettings, load_config
+from kvtier.config import Config, EngineSettings, EventsSettings, load_config
 from kvtier.engine import AsyncEngine, Engine, EngineOptions, EngineStats, RequestOutput, SamplingParams
 from kvtier.engine.core import pool_size
 from kvtier.engine.draft_model import DraftModel, check_vocabulary
@@ -25,9 +25,14 @@ from kvtier.engine.drafting import PromptLookup, Proposer
 from kvtier.engine.models import LoadedModel, load_model
 from kvtier.engine.models.catalog import cache_dir, fetch_default_model
 from kvtier.errors import ConfigError, KVTierError, RequestError
+from kvtier.events import EventLog, require_events
+from kvtier.events.mirror import Mirror
 from kvtier.hints import RequestHints
 from kvtier.layout import Layout
 from kvtier.store import TieredStore, open_store
+
+if TYPE_CHECKING:
+    from kvtier.events.publisher import Publisher
 
 __all__ = ["LLM", "AsyncLLM", "Prompt"]
 
@@ -50,11 +55,16 @@ class _Stack:
         # Before any tier is opened: an engine that cannot be made leaves no directory behind.
         pool_size(self.model, options)
         layout = self.model.model.layout(options.block_size)
-        self.store = store or open_store(self.config.tiering, block_bytes=layout.block_bytes(), layout=layout)
+        log = None if self.config.events.endpoint is None else EventLog()
+        self.store = store or open_store(
+            self.config.tiering, block_bytes=layout.block_bytes(), layout=layout, events=log
+        )
         self.connection: Connection | None = None
+        self.publisher: Publisher | None = None
         self.closed = False
         try:
             self.engine = self._engine(options, layout)
+            self.publisher = self._publish(layout, self.config.events)
         except BaseException:
             self.close()
             raise
@@ -73,6 +83,33 @@ class _Stack:
             copies="inclusive" if tiering.host is None else tiering.host.copies,
         )
         return Engine(self.model, options, (self.connection.scheduler, self.connection.worker), proposer)
+
+    def _publish(self, layout: Layout, settings: EventsSettings) -> "Publisher | None":
+        """Say what is in which tier, if somebody is to hear it."""
+        if settings.endpoint is None and settings.replay_endpoint is not None:
+            raise ConfigError(
+                f"events.replay_endpoint = {settings.replay_endpoint!r}: nothing is published that could be replayed; "
+                "name events.endpoint, too"
+            )
+        if settings.endpoint is None:
+            return None
+        require_events()
+        from kvtier.events.publisher import Publisher  # noqa: PLC0415  # pyzmq is optional
+
+        log, registry = (None, None) if self.store is None else (self.store.events, self.store.metrics.registry)
+        window = layout.groups[0].window if len(layout.groups) == 1 else None
+        mirror = Mirror(layout.block_size, log, namespace_of(self.model, layout), window=window)
+        publisher = Publisher(
+            mirror,
+            settings.endpoint,
+            replay_endpoint=settings.replay_endpoint,
+            topic=settings.topic,
+            buffer_bytes=settings.buffer,
+            queue=settings.queue,
+            registry=registry,
+        )
+        self.engine.follow(mirror)
+        return publisher
 
     def encode(self, prompt: Prompt) -> list[int]:
         return self.model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -105,6 +142,8 @@ class _Stack:
 
     def close(self) -> None:
         self.closed = True
+        if self.publisher is not None:
+            self.publisher.close()
         if self.connection is not None:
             self.connection.close()
         if self.store is not None and self._owns_store:

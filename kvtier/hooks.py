@@ -22,6 +22,7 @@ from kvtier.hints import RequestHints
 from kvtier.layout import Span
 
 __all__ = [
+    "NO_BLOCK",
     "Completed",
     "FinishReason",
     "Load",
@@ -36,6 +37,9 @@ __all__ = [
     "TransferResults",
     "WorkerHook",
 ]
+
+NO_BLOCK = -1
+"""In a block table: a block that nobody reads any more, since it is behind the sliding window. Leading ones only."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error", "preempt"]
 
@@ -73,10 +77,14 @@ class Match(NamedTuple):
     """`tokens` beyond `device_tokens` can be loaded; every block of them is leased for this request.
 
     They are whole blocks, but for a request that was swapped out: the last one may be as full as it was then.
+
+    seconds: that copying them into the device is expected to take, where nothing but that is left to do; then the step
+        that follows may compute the request's next tokens while they are on their way. None: it may not.
     """
 
     tokens: int
     exact: bool = True
+    seconds: float | None = None
 
 
 class Pending(NamedTuple):
@@ -89,6 +97,8 @@ class StepSpan(NamedTuple):
     block_ids  [b0 b1 b2 b3 ...]                       the whole block table
     tokens     [0 ........ start) [start ...... stop)
                 computed before    computed by this step
+
+    In the place of blocks behind the model's window: `NO_BLOCK`.
     """
 
     request: RequestView
@@ -195,7 +205,10 @@ class SchedulerHook(Protocol):
         ...
 
     def allocated(self, request: RequestView, block_ids: Sequence[int], external_tokens: int) -> None:
-        """The request got device blocks and takes `external_tokens` of the last match (0: gives it up)."""
+        """The request got device blocks and takes `external_tokens` of the last match (0: gives it up).
+
+        What `NO_BLOCK` stands for is not to be loaded.
+        """
         ...
 
     def swap_out(
@@ -224,7 +237,11 @@ class SchedulerHook(Protocol):
         ...
 
     def plan(self, step: Step) -> TransferPlan:
-        """Called once per step, also when it is empty: the transfers to start with it."""
+        """Called once per step, also when it is empty: the transfers to start with it.
+
+        A load of a request that is among the spans is one of `TransferPlan.overlapped`, or has failed by the next
+        `completed`. What such a span computes is not saved with this step: it may be void.
+        """
         ...
 
     def completed(self, results: TransferResults) -> Completed:

@@ -40,6 +40,9 @@ class Metrics:
         self.expired_pins = self._counter("expired_pins", "Pins whose time was over")
         self.prefetches = self._counter("prefetches", "Prefetches, by how they ended", "outcome")
         self.prefetched_blocks = self._counter("prefetched_blocks", "Blocks brought into host ahead of their use")
+        self.remote_outcomes = self._counter(
+            "remote_outcomes", "What a remote tier met: blocks, or connections", "tier", "reason"
+        )
         self.write_rule = Gauge(
             "kvtier_write_rule",
             "1 for the rule by which blocks go to lower tiers now",

@@ -47,6 +47,7 @@ __all__ = [
     "block_checksum",
     "checksum_head",
     "checksum_heads",
+    "completes_run",
     "expired",
 ]
 
@@ -88,7 +89,12 @@ class TierCaps:
 
     variable_size: takes formats whose size is known only after encoding. durable: outlives the process.
     shared: other processes may change it. partial_read: can read a range of a block. align: buffers and
-    lengths that are multiples of this many bytes move without a copy. run: blocks per object.
+    lengths that are multiples of this many bytes move without a copy. remote: to ask it takes round trips of a network.
+    probe: seconds that `contains` may take, after which the tier counts as one that gives no answer.
+
+    run: blocks per object, 1 but in remote tiers: [k * run, (k + 1) * run) of one chain by depth, named by the last.
+    Where it is more than 1, `reserve`, `write` and `commit` take whole runs, parents first, one after the other; the
+    keys of one `acquire` are of one chain and end where a run ends; `contains` may know a run by its last key only.
     """
 
     variable_size: bool = False
@@ -97,6 +103,8 @@ class TierCaps:
     partial_read: bool = False
     align: int = 1
     run: int = 1
+    remote: bool = False
+    probe: float = 0.05
 
 
 class RegionShare(NamedTuple):
@@ -372,6 +380,11 @@ def checksum_heads(handles: Sequence[Handle]) -> list[bytes]:
 @functools.lru_cache(maxsize=1024)
 def _namespace_and_format(ns: int, fmt: str) -> bytes:
     return namespace_digest(ns) + fmt.encode().ljust(16, b"\0")
+
+
+def completes_run(ref: BlockRef, run: int) -> bool:
+    """Whether a run (see `TierCaps.run`) is complete with this block."""
+    return run == 1 or ref.depth % run == run - 1
 
 
 def expired(deadline: float | None) -> bool:

@@ -1,15 +1,12 @@
-"""A world around the scheduler in which every byte is a number, so that a wrong block shows as a wrong output.
-
-The KV of a token is a digest of the KV of all tokens before it, as read through the block table, and of the token.
-The next token is a digest of all KV. `continuation` is the same model without any memory to manage.
-"""
+"""A world around the scheduler: a connector over a dict, a device of numbers, both driven step by step."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
-from zlib import crc32
+
+from scheduler_device import GARBAGE, Device, continuation
 
 from kvtier.engine.outputs import Sampled
 from kvtier.engine.params import SamplingParams
@@ -18,71 +15,8 @@ from kvtier.engine.request import Request, State
 from kvtier.engine.rules import SchedulingRules
 from kvtier.engine.scheduler import Scheduler
 from kvtier.gpu.pool import BlockPool
-from kvtier.hooks import Completed, Load, Match, Pending, Save, Step, StepSpan, TransferPlan, TransferResults
+from kvtier.hooks import NO_BLOCK, Completed, Load, Match, Pending, Save, Step, TransferPlan, TransferResults
 from kvtier.layout import Span
-
-VOCAB = 50
-GARBAGE = -1
-
-
-def digest(numbers: Sequence[int]) -> int:
-    return crc32(repr(tuple(numbers)).encode())
-
-
-def next_token(kv: Sequence[int]) -> int:
-    return digest(kv) % VOCAB
-
-
-def continuation(prompt: Sequence[int], count: int) -> list[int]:
-    """The undisturbed output: no blocks, no batch, no cache."""
-    kv: list[int] = []
-    output: list[int] = []
-    for token in prompt:
-        kv.append(digest([*kv, token]))
-    while True:
-        output.append(next_token(kv))
-        if len(output) == count:
-            return output
-        kv.append(digest([*kv, output[-1]]))
-
-
-class Device:
-    """Block contents; what was never written, or is being overwritten, is garbage."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.size = block_size
-        self.blocks = [[GARBAGE] * block_size for _ in range(num_blocks)]
-
-    def read(self, block_ids: Sequence[int], count: int) -> list[int]:
-        values = [value for block in block_ids for value in self.blocks[block]][:count]
-        assert len(values) == count
-        return values
-
-    def run(self, plan: StepPlan) -> list[Sampled]:
-        """Compute the plan's spans; sampled tokens."""
-        for copy in plan.copies:
-            self.blocks[copy.dst] = list(self.blocks[copy.src])
-        sampled = []
-        for at, (request, span) in enumerate(zip(plan.requests, plan.step.spans, strict=True)):
-            assert span.start < span.stop
-            kv = self.read(span.block_ids, span.start)
-            for position, token in enumerate(request.inputs(span.start, span.stop), span.start):
-                kv.append(digest([*kv, token]))
-                block = span.block_ids[position // self.size]
-                assert block in plan.step.written
-                self.blocks[block][position % self.size] = kv[-1]
-            if at in plan.samples:
-                sampled.append(Sampled(tuple(self._chosen(request, span, kv))))
-        return sampled
-
-    @staticmethod
-    def _chosen(request: Request, span: StepSpan, kv: list[int]) -> Iterator[int]:
-        """One token, and one more for each draft that is what was chosen before it."""
-        assert span.stop >= request.num_tokens
-        for count in range(request.num_tokens, span.stop + 1):
-            yield next_token(kv[:count])
-            if count == span.stop or request.drafts[count - request.num_tokens] != next_token(kv[:count]):
-                return
 
 
 @dataclass
@@ -129,6 +63,7 @@ class Fate:
     arriving: int | None = None
     swapping: bool = True
     keeping: bool = True
+    copying: float | None = None
 
     def lookup_steps(self) -> int:
         return self.lookup
@@ -150,6 +85,9 @@ class Fate:
 
     def keeps(self) -> bool:
         return self.keeping
+
+    def copy_seconds(self) -> float | None:
+        return self.copying
 
 
 class RandomFate(Fate):
@@ -179,6 +117,9 @@ class RandomFate(Fate):
     def keeps(self) -> bool:
         return self._random.random() < 0.8
 
+    def copy_seconds(self) -> float | None:
+        return self._random.choice((None, 0.0, 0.0, 5.0))
+
 
 class Connector:
     """Both hook halves over a dict.
@@ -202,6 +143,7 @@ class Connector:
         self.evacuations: dict[int, tuple[Save, ...]] = {}
         self.prefetched: list[str] = []
         self.reported: set[int] = set()
+        self.arrived: dict[int, int] = {}  # overlapped loads of this step, and how many of their blocks came
 
     # ---- scheduler half
 
@@ -212,7 +154,9 @@ class Connector:
         assert len(block_ids) == -(-num_tokens // self.device.size)
         if not self.fate.swaps():
             return False
-        full = num_tokens // self.device.size if exact else 0
+        full, gone = num_tokens // self.device.size if exact else 0, block_ids.count(NO_BLOCK)
+        if min(self.saved.get(request.id, 0), full) < gone:
+            return False
         first = min(self.saved.pop(request.id, 0), full)
         job = self._next_job()
         self.evacuations[job] = tuple(Save(block, Span(0, 0, 1)) for block in block_ids[first:])
@@ -248,11 +192,12 @@ class Connector:
         offer.first = device_tokens // self.device.size
         rest = offer.keys[offer.first :]
         if swap is not None and swap.private and offer.first <= swap.first <= max(offer.first, len(offer.keys)):
-            return Match(swap.stop - device_tokens, swap.exact)
+            return Match(swap.stop - device_tokens, swap.exact, self.fate.copy_seconds())
         if not rest:
             del self.offers[request.id]
             return Match(0)
-        return Match(len(rest) * self.device.size, all(self.store[key].exact for key in offer.keys))
+        exact = all(self.store[key].exact for key in offer.keys)
+        return Match(len(rest) * self.device.size, exact, self.fate.copy_seconds())
 
     def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
         swap = self.swaps.pop(request.id, None)
@@ -267,24 +212,38 @@ class Connector:
         count = -(-external_tokens // size)
         offer.keys = offer.keys[: offer.first + count - len(offer.private)]
         offer.block_ids = tuple(block_ids[offer.first : offer.first + count])
+        gone = offer.block_ids.count(NO_BLOCK)
+        assert gone < count
         assert len(offer.block_ids) == count == len(offer.keys[offer.first :]) + len(offer.private)
 
     def plan(self, step: Step) -> TransferPlan:
-        loads, saves = {}, {}
+        loads, saves, overlapped = {}, {}, set()
+        computing = {span.request.id for span in step.spans}
         for request_id, offer in self.offers.items():
-            if offer.block_ids and offer.job is None and self.fate.load_starts():
+            if not offer.block_ids or offer.job is not None:
+                continue
+            if request_id in computing or self.fate.load_starts():
                 offer.job = self._next_job()
-                loads[offer.job] = tuple(Load(Span(0, 0, 1), block) for block in offer.block_ids)
+                gone = offer.block_ids.count(NO_BLOCK)
+                loads[offer.job] = tuple(Load(Span(0, 0, 1), block) for block in offer.block_ids[gone:])
                 contents = [list(self.store[key].content) for key in offer.keys[offer.first :]] + offer.private
+                del contents[:gone]
                 # Both as they are now: a better copy may take their place while this one is on its way.
                 exact = all(self.store[key].exact for key in offer.keys) and offer.exact
                 self.load_jobs[offer.job] = (request_id, loads[offer.job], contents, exact)
+                if request_id in computing:
+                    overlapped.add(offer.job)
+        void = {self.load_jobs[job][0] for job in overlapped}
         for span in step.spans:
+            if span.request.id in void:
+                continue
             # Neither drafts nor tokens that are not known yet have a name.
             full = min(span.stop, span.request.num_tokens) // self.device.size
             first = self.saved.get(span.request.id, 0)
             if full > first:
                 self.saved[span.request.id] = full
+                # What nobody reads any more is not there to be saved; all that follows it is no run.
+                first = max(first, span.block_ids.count(NO_BLOCK))
                 job = self._next_job()
                 saves[job] = tuple(Save(block, Span(0, 0, 1)) for block in span.block_ids[first:full])
                 keys = [(key, span.exact) for key in span.request.chain[first:full]]
@@ -296,7 +255,7 @@ class Connector:
             if job not in saves and read is None and step.written & {copy.block_id for copy in copies}
         }
         evacuations, self.evacuations = self.evacuations, {}
-        return TransferPlan(loads, saves, frozenset(fences), evacuations)
+        return TransferPlan(loads, saves, frozenset(fences), evacuations, frozenset(overlapped))
 
     def _next_job(self) -> int:
         self.jobs += 1
@@ -320,7 +279,8 @@ class Connector:
                 continue
             offer = self.offers.pop(request_id)
             good = results.failed.get(job, len(copies))
-            arrived = offer.stop if good == len(copies) else (offer.first + good) * self.device.size
+            gone = offer.block_ids.count(NO_BLOCK)
+            arrived = offer.stop if good == len(copies) else (offer.first + gone + good) * self.device.size
             loaded[request_id] = (arrived, exact)
             if good < len(copies):
                 failed.add(request_id)
@@ -369,6 +329,16 @@ class Connector:
         for copies in plan.loads.values():
             for copy in copies:
                 self.device.blocks[copy.block_id] = [GARBAGE] * self.device.size
+        for job in plan.overlapped:
+            self.arrived[job] = self._arrive(job)
+
+    def _arrive(self, job: int) -> int:
+        """Copy what comes of a load; how much of it did."""
+        _, copies, contents, _ = self.load_jobs[job]
+        good = self.fate.good_copies(len(copies))
+        for copy, content in list(zip(copies, contents, strict=True))[:good]:
+            self.device.blocks[copy.block_id] = content
+        return good
 
     def wait_layer(self, layer: int) -> None: ...
 
@@ -379,11 +349,10 @@ class Connector:
 
     def end(self, plan: TransferPlan) -> TransferResults:
         finished, failed = [], {}
-        for job, (_, copies, contents, _exact) in self.load_jobs.items():
-            if job not in self.reported and self.fate.load_ends():
-                good = self.fate.good_copies(len(copies))
-                for copy, content in list(zip(copies, contents, strict=True))[:good]:
-                    self.device.blocks[copy.block_id] = content
+        for job, (_, copies, _, _) in self.load_jobs.items():
+            if job not in self.reported and (job in self.arrived or self.fate.load_ends()):
+                good = self.arrived.pop(job, None)
+                good = self._arrive(job) if good is None else good
                 if good < len(copies):
                     failed[job] = good
                 else:
@@ -415,10 +384,11 @@ class World:
         fate: Fate | None = None,
         rules: SchedulingRules | None = None,
         stops: Collection[int] = (),
+        window: int | None = None,
         cost: Callable[[StepPlan], float] = lambda _: 1.0,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
-        self.device = Device(num_blocks, block_size)
+        self.pool = BlockPool(num_blocks, block_size, window)
+        self.device = Device(num_blocks, block_size, window)
         self.connector = Connector(self.device, fate) if fate else None
         self.budget, self.max_running = token_budget, max_running
         self.now, self.stops, self.pipelined = 0.0, stops, rules is not None and rules.pipelined
@@ -431,6 +401,7 @@ class World:
         self.live: dict[str, Request] = {}
         self.outputs: dict[str, tuple[list[int], list[int]]] = {}
         self.indices: list[int] = []
+        self.overlapped = self.voided = 0
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, **params: Any) -> Request:
         capacity = self.pool.num_blocks * self.pool.block_size
@@ -528,9 +499,11 @@ class World:
         return self.device.run(plan), self.connector.end(plan.transfers)
 
     def land(self, plan: StepPlan, sampled: Sequence[Sampled], results: TransferResults) -> None:
-        self.scheduler.update(plan, sampled, results)
+        void = self.scheduler.update(plan, sampled, results)
+        self.overlapped += len(plan.arriving)
+        self.voided += len(void)
         for at, result in zip(plan.samples, sampled, strict=True):
-            if plan.requests[at].id in self.live:
+            if plan.requests[at].id in self.live and plan.requests[at].id not in void:
                 self._maybe_finish(plan.requests[at], len(result.tokens))
 
     def pipelined_step(self) -> StepPlan:
@@ -592,4 +565,4 @@ class World:
     def check_outputs(self) -> None:
         for request_id, (prompt, output) in self.outputs.items():
             if not request_id.startswith("lossy"):
-                assert output == continuation(prompt, len(output)), request_id
+                assert output == continuation(prompt, len(output), self.device.window), request_id

@@ -12,7 +12,8 @@ import pytest
 from tiny_model import tiny_model
 
 from kvtier import AsyncLLM, api
-from kvtier.server.run import DrainingServer, listen
+from kvtier.http.listening import listen
+from kvtier.server.run import LLMServer
 from kvtier.server.served import Served
 
 CHAT_TEMPLATE = (
@@ -27,7 +28,7 @@ class RunningServer:
     def __init__(self, llm: AsyncLLM, name: str = "tiny", api_keys: Sequence[str] = ()) -> None:
         self.llm = llm
         self.served = Served(llm, name)
-        self.server = DrainingServer(self.served, api_keys)
+        self.server = LLMServer(self.served, api_keys)
         taken = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         # Nothing is encrypted here, and to read a machine's certificates takes longer than most of these tests.

@@ -56,6 +56,12 @@ def prefill_shape(model: LoadedModel) -> PrefillShape:
     return PrefillShape(config.pair_work / (2 * config.block_params))
 
 
+def _window_blocks(layout: Layout) -> int | None:
+    """Blocks before a full one's end that its next token attends to; None: all."""
+    window = layout.groups[0].window
+    return None if window is None else max(1, -(-(window - 1) // layout.block_size))
+
+
 def connect(
     store: TieredStore,
     model: LoadedModel,
@@ -90,6 +96,7 @@ def connect(
     store.register(namespace_index(namespace.digest), layout)
     options = ConnectorOptions(
         recompute_gate=recompute_gate,
+        window_blocks=_window_blocks(layout),
         shape=prefill_shape(model),
         load_seconds=store.options.load_deadline,
         copies=copies,

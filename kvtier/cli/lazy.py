@@ -21,6 +21,8 @@ class Entry(NamedTuple):
 COMMANDS = {
     "demo": Entry("kvtier.cli.demo:demo", "One prompt prefix, computed once and found again in every tier."),
     "serve": Entry("kvtier.cli.serve:serve", "The OpenAI-compatible server."),
+    "cache": Entry("kvtier.cli.cache:app", "The cache service: one store for all engines of a machine."),
+    "router": Entry("kvtier.cli.router:router", "A prefix-aware router in front of several engines."),
     "prefill": Entry("kvtier.cli.prefill:prefill", "An engine that computes prompts for `kvtier serve --prefill`."),
     "chat": Entry("kvtier.cli.chat:chat", "A conversation in the terminal, with a model here or a server."),
     "replay": Entry("kvtier.cli.replay:replay", "A published trace of LLM requests through the real store."),

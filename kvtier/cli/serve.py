@@ -32,7 +32,7 @@ def serve(
 ) -> None:
     """Serve a model with a tiered KV cache over the OpenAI API. SIGTERM lets what runs end; a second one does not."""
     require_server()
-    from kvtier.server.run import listen  # noqa: PLC0415  # FastAPI is optional
+    from kvtier.http.listening import listen  # noqa: PLC0415  # FastAPI is optional
     from kvtier.server.run import serve as run  # noqa: PLC0415
 
     session: Session = context.obj
@@ -53,7 +53,7 @@ def serve(
 
 
 def _keys(api_key: str | None, settings: ServerSettings) -> tuple[str, ...]:
-    from kvtier.server.guards import read_api_keys  # noqa: PLC0415  # FastAPI is optional
+    from kvtier.http.keys import read_api_keys  # noqa: PLC0415  # FastAPI is optional
 
     if api_key is not None and not api_key.strip():
         raise ConfigError("--api-key: expected a key, not an empty text")

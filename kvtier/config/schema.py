@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from kvtier.config.events import EventsSettings
 from kvtier.config.fields import (
     GIB,
     MIB,
@@ -21,6 +22,9 @@ from kvtier.config.fields import (
     Whole,
     conflict,
 )
+from kvtier.config.remote import RemoteSettings
+from kvtier.config.router import RouterSettings
+from kvtier.config.service import ServiceSettings
 
 __all__ = [
     "Config",
@@ -93,6 +97,9 @@ class EngineSettings(Section):
         default=4, description="Waiting requests whose KV is brought to host memory meanwhile"
     )
     pipelined: bool = Field(default=False, description="Plan the next step while one is running")
+    overlap_loads: bool = Field(
+        default=False, description="Compute a request in the step that loads its KV, where the load takes no longer"
+    )
     speculative: str = Field(
         default="off",
         description="Who guesses tokens ahead, for the same output sooner: off, prompt_lookup, or the path of a small "
@@ -162,6 +169,9 @@ class TieringSettings(Section):
         default=HostSettings(), description="Host memory, the gateway of all other tiers; none: tiering is off"
     )
     nvme: NvmeSettings | None = Field(default=None, description="NVMe; needs host; on as soon as a path is given")
+    remote: RemoteSettings | None = Field(
+        default=None, description="A store that machines share; needs host; on as soon as a url is given"
+    )
     accept_lossy: bool = Field(
         default=False,
         description="Reuse KV that was stored in a lossy format; outputs may differ",
@@ -183,6 +193,19 @@ class TieringSettings(Section):
                 "nvme needs host, the gateway between device memory and NVMe; switch host on or nvme off",
                 "host",
                 "nvme",
+            )
+        if self.remote is not None and self.host is None:
+            raise conflict(
+                "remote needs host, the gateway between device memory and other tiers; switch host on or remote off",
+                "host",
+                "remote",
+            )
+        if self.remote is not None and self.nvme is not None and self.remote.write not in (None, self.nvme.write):
+            raise conflict(
+                f"nvme.write = {self.nvme.write!r} and remote.write = {self.remote.write!r}: one rule holds for all "
+                "lower tiers; set remote.write to none",
+                "nvme.write",
+                "remote.write",
             )
         return self
 
@@ -226,4 +249,7 @@ class Config(Section):
     engine: EngineSettings = EngineSettings()
     tiering: TieringSettings = TieringSettings()
     server: ServerSettings = ServerSettings()
+    service: ServiceSettings = ServiceSettings()
+    events: EventsSettings = EventsSettings()
+    router: RouterSettings = RouterSettings()
     log: LogSettings = LogSettings()

@@ -11,6 +11,8 @@ from kvtier.errors import ConfigError
 __all__ = ["Entry", "find_file", "from_environ", "from_file", "from_mapping", "shown"]
 
 _FILE_VARIABLE = "KVTIER_CONFIG"
+# What Kubernetes sets for a service of that name: no slips of the pen.
+_OTHERS = {"KVTIER_SERVICE_HOST", "KVTIER_SERVICE_PORT"}
 
 
 class Entry(NamedTuple):
@@ -53,7 +55,7 @@ def from_environ(environ: Mapping[str, str]) -> Iterator[Entry]:
         if setting is not None and "__" in variable:
             value = environ[variable]
             yield (_switch if setting.kind == "table" else _leaf)(setting, value, variable)
-        elif variable in flat:
+        elif variable in flat and variable not in _OTHERS:
             raise ConfigError(f"{variable}: unknown variable; did you mean {flat[variable]}?")
         elif variable.startswith(ENV_PREFIX) and "__" in variable:
             _known(variable.removeprefix(ENV_PREFIX).replace("__", ".").lower(), variable)

@@ -33,10 +33,13 @@ class Ahead:
             return
         usable = min(len(request.chain), (request.num_tokens - 1) // self._block_size)
         keys, parts = self._parts.keys(request.chain[:usable]), len(self._parts)
-        found = self._store.match(keys, parts=parts, lossy=request.lossy).tiers
-        below = any(tier != self._store.host.name for tier in found)
-        wanted = keys[: len(found) * parts]
-        self._asked[request.id] = self._store.prefetch(wanted, f"{request.id}/ahead", parts=parts) if below else None
+        below = True
+        # A remote tier is asked by the prefetch itself, which nobody waits for.
+        if not self._store.has_remote:
+            found = self._store.match(keys, parts=parts, lossy=request.lossy).tiers
+            below = any(tier != self._store.host.name for tier in found)
+            keys = keys[: len(found) * parts]
+        self._asked[request.id] = self._store.prefetch(keys, f"{request.id}/ahead", parts=parts) if below else None
 
     def end(self, request_id: str) -> None:
         """The request waits no more."""

@@ -60,6 +60,13 @@ class Gate:
         self._record(request_id, decision, len(tiers) * self._block_size)
         return blocks
 
+    def copy_seconds(self, tiers: Sequence[str], blocks: int) -> float | None:
+        """Expected time of the copy of `blocks` into the device; None where it is unknown, or not all are in host."""
+        host = self._store.host.name
+        if any(tier != host for tier in tiers):
+            return None
+        return self.link.snapshot().seconds(blocks * self._stored_bytes.get(host, self._block_bytes))
+
     def is_worth_keeping(self, tokens: int, blocks: int) -> bool:
         """Whether `blocks` of a request's first `tokens` are expected to come back from host sooner than computed."""
         if not self._options.recompute_gate:

@@ -19,6 +19,8 @@ class ConnectorOptions:
         groups: layer groups of a block; each is a device pool of its own.
         shards: workers, each of which holds its part of every group.
         recompute_gate: whether what was found is loaded only where that is cheaper than computing it again.
+        window_blocks: leading ones of a run of blocks that is found need not be loaded where as many as these follow,
+            since the model attends to no more; None: all of them are needed.
         shape: how prefill work grows with depth.
         load_seconds: a look-up, and then a load, that takes longer is given up, and its tokens are computed.
         least_seconds: how long it may take at least, however fast computing would be.
@@ -32,6 +34,7 @@ class ConnectorOptions:
     groups: int = 1
     shards: int = 1
     recompute_gate: bool = True
+    window_blocks: int | None = None
     shape: PrefillShape = field(default_factory=PrefillShape)
     load_seconds: float = 10.0
     least_seconds: float = 2.0
@@ -40,6 +43,8 @@ class ConnectorOptions:
     def __post_init__(self) -> None:
         if self.groups < 1 or self.shards < 1:
             raise ConfigError(f"groups={self.groups}, shards={self.shards}: expected at least 1 of each")
+        if self.window_blocks is not None and self.window_blocks < 1:
+            raise ConfigError(f"window_blocks={self.window_blocks}: expected at least 1, or None")
         if not 0 < self.load_seconds < float("inf") or self.least_seconds < 0:
             raise ConfigError(
                 f"load_seconds={self.load_seconds}, least_seconds={self.least_seconds}: expected finite seconds, "

@@ -5,6 +5,7 @@ Blocks that leave the device, and that host holds no more, are saved once again 
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
@@ -15,7 +16,7 @@ from kvtier.connector.hinting import block_hints
 from kvtier.connector.parts import Parts
 from kvtier.cpu import StagingRegion
 from kvtier.hints import Hint
-from kvtier.hooks import RequestView, Save, Step, StepSpan
+from kvtier.hooks import NO_BLOCK, RequestView, Save, Step, StepSpan
 from kvtier.layout import Span
 from kvtier.store import PutResult, TieredStore
 from kvtier.tiers import BlockRef
@@ -79,11 +80,19 @@ class SaveQueue:
         """Whether blocks of this request are on their way."""
         return request_id in self._open
 
-    def plan(self, step: Step, jobs: Iterator[int]) -> dict[int, tuple[Save, ...]]:
-        """Save jobs for the blocks that are full once this step has run."""
+    def plan(
+        self, step: Step, jobs: Iterator[int], void: AbstractSet[str] = frozenset()
+    ) -> dict[int, tuple[Save, ...]]:
+        """Save jobs for the blocks that are full once this step has run; not of requests that may have to start over.
+
+        Args:
+            step: the step.
+            jobs: their numbers.
+            void: those requests; theirs are saved with a later step.
+        """
         saves = {}
         for span in step.spans:
-            job = self._job_for(span)
+            job = None if span.request.id in void else self._job_for(span)
             if job is not None:
                 self._copies.filled(job.block_ids, job.refs)
                 saves[next(jobs)] = job
@@ -112,7 +121,10 @@ class SaveQueue:
         request, parts = span.request, len(self._parts)
         # Beyond the chain a span has drafts, which may be wrong, or what nobody else may use.
         full = min(span.stop // self._block_size, len(request.chain))
-        first = self.saved(request, span.block_ids[:full], exact=span.exact)
+        first, gone = self.saved(request, span.block_ids[:full], exact=span.exact), span.block_ids.count(NO_BLOCK)
+        if first < gone:
+            self._drop("behind_window", gone - first)
+            first = gone
         spans = self.allocate(full - first) if full > first else []
         stop = first + len(spans) // parts
         self._saved[request.id] = stop

@@ -25,6 +25,7 @@ from kvtier.connector.duplicates import DeviceCopies
 from kvtier.connector.futures import done, settled
 from kvtier.connector.gate import Gate
 from kvtier.connector.hinting import Hinting
+from kvtier.connector.looking import LookUps
 from kvtier.connector.options import ConnectorOptions
 from kvtier.connector.parts import Ended, Parts, Reports
 from kvtier.connector.saves import SaveQueue
@@ -32,7 +33,18 @@ from kvtier.connector.swapping import Swaps
 from kvtier.cost import Decision
 from kvtier.cpu import StagingRegion
 from kvtier.errors import ConfigError
-from kvtier.hooks import Completed, FinishReason, Load, Match, Pending, RequestView, Step, TransferPlan, TransferResults
+from kvtier.hooks import (
+    NO_BLOCK,
+    Completed,
+    FinishReason,
+    Load,
+    Match,
+    Pending,
+    RequestView,
+    Step,
+    TransferPlan,
+    TransferResults,
+)
 from kvtier.keys import Namespace
 from kvtier.store import Lease, Located, PrivateObject, TieredStore
 from kvtier.tiers import Owner
@@ -51,8 +63,9 @@ class _Loading:
                            on the device      to be loaded        to be computed
 
     The lease begins at block `base`, which was `first` when it was asked for: what the device has is neither verified
-    nor renewed. The last blocks to be loaded may be the request's own, `private` ones. `tokens`: those of all blocks
-    before `stop`.
+    nor renewed. Or it begins `skipped` blocks after it, where those are behind the model's window: then it counts as a
+    whole or not at all. The last blocks to be loaded may be the request's own, `private` ones. `tokens`: those of all
+    blocks before `stop`.
     """
 
     owner: Owner
@@ -62,6 +75,7 @@ class _Loading:
     first: int
     stop: int
     tokens: int = 0
+    skipped: int = 0
     private: tuple[PrivateObject, ...] = ()
     device_blocks: tuple[int, ...] = ()
     found_in: tuple[str, ...] = ()
@@ -76,10 +90,16 @@ class _Loading:
         """What was acquired; nothing, if the store's work died."""
         return settled(self.acquired, Lease(""))
 
+    @property
+    def held(self) -> int:
+        """Leased blocks that are of use."""
+        held = len(self.lease) if self.acquired.done() else 0
+        return held if not self.skipped or self.base + held == self.stop else 0
+
     def leased(self, blocks: int) -> tuple[int, int]:
         """Where the first so many blocks to be loaded lie in the lease."""
         start = self.first - self.base
-        return start, start + blocks
+        return max(0, start), start + blocks
 
     @property
     def working(self) -> "Future[Lease] | Future[int]":
@@ -127,10 +147,12 @@ class TierScheduler:
             raise ConfigError(f"{len(regions)} staging regions: expected one for each of {len(self._parts)} parts")
         self._store = store
         self._block_size = block_size
+        self._window = options.window_blocks
         self._gate = Gate(store, block_size, sum(region.slot_bytes for region in regions), options)
         self._copies = DeviceCopies(store, len(self._parts), exclusive=options.copies == "exclusive")
         self._saves = SaveQueue(store, self._parts, block_size, regions, self._copies)
         self._swaps = Swaps(store, self._parts, block_size, self._saves)
+        self._lookups = LookUps(store, len(self._parts))
         self._ahead = Ahead(store, self._parts, block_size)
         self._hinting = Hinting(store, self._parts)
         self._loading: dict[str, _Loading] = {}
@@ -150,14 +172,14 @@ class TierScheduler:
         if state is not None and state.abandoned:
             # An earlier life of this request (preempted while loading) has not let go of its blocks yet.
             return Pending()
-        if state is not None and first < state.base:
+        if state is not None and first < state.base - state.skipped:
             # The device lost blocks since: there is a hole before what was leased.
             self._let_go(request.id)
             state = None
         if state is None:
             state = self._look_up(request, first)
         if state is None:
-            return Match(0)
+            return Pending() if self._lookups.pending(request.id) else Match(0)
         if not state.acquired.done():
             if time.monotonic() < state.deadline:
                 return Pending()
@@ -182,7 +204,10 @@ class TierScheduler:
         # Who was swapped out goes on with what it had, or with equals.
         lossy = request.lossy if swap is None else False
         keys, parts = self._parts.keys(request.chain[first:usable]), len(self._parts)
-        found = self._store.match(keys, parts=parts, lossy=lossy).tiers
+        found = self._lookups.found(request.id, keys, first, lossy=lossy)
+        if found == () and self._store.has_remote:
+            # Once is enough: the answer came over a network.
+            self._declined.add(request.id)
         if not found:
             return None
         wanted = self._gate.decide(request.id, found, first)
@@ -192,24 +217,33 @@ class TierScheduler:
         deadline = time.monotonic() + self._gate.patience(request.id)
         # A life of its own: what an earlier one still holds must not end with this one, nor the other way round.
         owner = f"{request.id}/{next(self._lives)}"
-        acquired = self._store.acquire(keys[: wanted * parts], owner, parts=parts, lossy=lossy, deadline=deadline)
-        state = self._loading[request.id] = _Loading(owner, acquired, deadline, first, first, first + wanted)
+        skipped = 0 if self._window is None else max(0, wanted - self._window)
+        keys = keys[skipped * parts : wanted * parts]
+        depth = first + skipped
+        acquired = self._store.acquire(keys, owner, parts=parts, lossy=lossy, deadline=deadline, depth=depth)
+        state = _Loading(owner, acquired, deadline, first + skipped, first, first + wanted, skipped=skipped)
+        self._loading[request.id] = state
         return state
 
     def _offer(self, request_id: str, state: _Loading, first: int) -> Match:
-        held = len(state.lease) if state.acquired.done() else 0
-        blocks, swap = state.base + held - first, self._swaps.get(request_id)
-        reached = max(state.base + held, first)
+        held, swap = state.held, self._swaps.get(request_id)
+        blocks = state.base + held - first if held else 0
+        reached = max(state.base + held, first) if held else first
         if swap is not None and swap.objects and swap.first <= reached < swap.stop / self._block_size:
             state.first = first
-            return Match(swap.stop - first * self._block_size, swap.exact)
+            tokens = swap.stop - first * self._block_size
+            return Match(tokens, swap.exact, self._copy_seconds(state, tokens))
         if blocks <= 0:
             if first < state.stop:
                 self._declined.add(request_id)
             self._let_go(request_id)
             return Match(0)
         state.first = first
-        return Match(blocks * self._block_size, state.lease.is_exact(*state.leased(blocks)))
+        tokens, exact = blocks * self._block_size, state.lease.is_exact(*state.leased(blocks))
+        return Match(tokens, exact, self._copy_seconds(state, tokens))
+
+    def _copy_seconds(self, state: _Loading, tokens: int) -> float | None:
+        return self._gate.copy_seconds(state.lease.tiers(), -(-tokens // self._block_size))
 
     def explain(self, request_id: str) -> Decision | None:
         """How much of what was found for a request was worth loading, and why; None where nothing was decided."""
@@ -218,6 +252,7 @@ class TierScheduler:
     def allocated(self, request: RequestView, block_ids: Sequence[int], external_tokens: int) -> None:
         """See `SchedulerHook.allocated`."""
         self._declined.discard(request.id)
+        self._lookups.end(request.id)
         self._ahead.end(request.id)
         self._hinting.admitted(request)
         if external_tokens == 0:
@@ -230,7 +265,8 @@ class TierScheduler:
         state.tokens = state.first * self._block_size + external_tokens
         if swap is not None and state.tokens == swap.stop:
             state.private = swap.objects[max(0, state.first - swap.first) * len(self._parts) :]
-        start, stop = state.leased(blocks - self._private_blocks(state))
+        state.first = max(state.first, block_ids.count(NO_BLOCK))
+        start, stop = state.leased(state.stop - state.first - self._private_blocks(state))
         state.device_blocks = tuple(block_ids[state.first : state.stop])
         state.found_in = tuple(state.lease.tiers()[start:stop])
         state.deadline = time.monotonic() + self._gate.patience(request.id)
@@ -243,7 +279,7 @@ class TierScheduler:
         self, request: RequestView, block_ids: Sequence[int], num_tokens: int, *, exact: bool, forced: bool
     ) -> bool:
         """See `SchedulerHook.swap_out`."""
-        if not (forced or self._gate.is_worth_keeping(num_tokens, len(block_ids))):
+        if not (forced or self._gate.is_worth_keeping(num_tokens, len(block_ids) - block_ids.count(NO_BLOCK))):
             return False
         return self._swaps.swap_out(request, block_ids, num_tokens, self._jobs, exact=exact)
 
@@ -256,6 +292,7 @@ class TierScheduler:
         """See `SchedulerHook.finished`: holds the blocks only while a load is writing to them."""
         self._saves.forget(request_id)
         self._ahead.end(request_id)
+        self._lookups.end(request_id)
         self._declined.discard(request_id)
         self._hinting.finished(request_id, reason)
         self._hinting.settle(self._saves.is_saving)
@@ -289,19 +326,29 @@ class TierScheduler:
         evacuations = self._swaps.evacuations()
         evacuations |= self._saves.evacuate(self._copies.leaving(step.written), self._jobs)
         loads: dict[int, tuple[Load, ...]] = {}
-        now = time.monotonic()
+        computing, overlapped = {span.request.id for span in step.spans}, set()
         for request_id, state in list(self._loading.items()):
             if state.fetched is None or state.job is not None:
                 continue
-            if state.fetched.done():
-                self._start_load(request_id, state, settled(state.fetched, 0), loads)
-            elif now >= state.deadline:
-                self._count_timeout("fetch")
-                self._end_load(request_id, state, 0)
+            if request_id in computing:
+                overlapped.add(request_id)
+            self._advance_load(request_id, state, loads, urgent=request_id in computing)
+        now = time.monotonic()
         self._late = [(work, deadline) for work, deadline in self._late if not work.done() and now < deadline]
-        saves = self._saves.plan(step, self._jobs)
+        saves = self._saves.plan(step, self._jobs, void=overlapped)
         fences = self._saves.fences(step.written, planned=saves | evacuations)
-        return TransferPlan(loads, saves, fences, evacuations)
+        jobs = frozenset(job for job in loads if self._by_job[job] in overlapped)
+        return TransferPlan(loads, saves, fences, evacuations, jobs)
+
+    def _advance_load(
+        self, request_id: str, state: _Loading, loads: dict[int, tuple[Load, ...]], *, urgent: bool
+    ) -> None:
+        """Start a load that has come into host, and end one that takes too long; `urgent`: that takes any longer."""
+        if state.fetched is not None and state.fetched.done():
+            self._start_load(request_id, state, settled(state.fetched, 0), loads)
+        elif urgent or time.monotonic() >= state.deadline:
+            self._count_timeout("fetch")
+            self._end_load(request_id, state, 0)
 
     def _start_load(self, request_id: str, state: _Loading, fetched: int, loads: dict[int, tuple[Load, ...]]) -> None:
         parts, spans = len(self._parts), []

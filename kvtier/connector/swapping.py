@@ -12,7 +12,7 @@ from functools import partial
 from kvtier.connector.futures import settled
 from kvtier.connector.parts import Parts
 from kvtier.connector.saves import SaveQueue
-from kvtier.hooks import RequestView, Save
+from kvtier.hooks import NO_BLOCK, RequestView, Save
 from kvtier.layout import Span
 from kvtier.store import PrivateObject, TieredStore
 
@@ -80,10 +80,15 @@ class Swaps:
     def swap_out(
         self, request: RequestView, block_ids: Sequence[int], num_tokens: int, jobs: Iterator[int], *, exact: bool
     ) -> bool:
-        """See `SchedulerHook.swap_out`; False: there is no staging memory for what was not saved yet."""
+        """See `SchedulerHook.swap_out`; False: there is no staging memory for what was not saved yet.
+
+        Or something that is behind the window by now never was saved, or has no name to be saved under.
+        """
         nameable = exact and self._store.keeps_exact()
         named = min(num_tokens // self._block_size, len(request.chain)) if nameable else 0
         saved = self._saves.saved(request, block_ids[:named], exact=exact)
+        if saved < block_ids.count(NO_BLOCK):
+            return False
         spans = self._saves.allocate(len(block_ids) - saved)
         parts = len(self._parts)
         if len(spans) < (len(block_ids) - saved) * parts:

@@ -6,12 +6,14 @@ node     a ready key: its place in the prefix tree and in the eviction policy
 lease    a reader's hold on an extent
 """
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
+from kvtier.errors import FormatMismatch
 from kvtier.hints import Hint
 from kvtier.tiers import BlockRef, Handle, Owner
 
-__all__ = ["GONE", "Extent", "Fidelity", "HostHandle", "Lease", "Node"]
+__all__ = ["GONE", "Extent", "Fidelity", "HostHandle", "Lease", "Node", "exchange"]
 
 GONE = -1
 """Slot of a node that is not ready any more."""
@@ -53,6 +55,15 @@ class Extent(Handle):
     def extent(self) -> "Extent":
         """Itself: what reservations and leases have in common."""
         return self
+
+
+def exchange(extents: Sequence[Extent]) -> None:
+    """Swap the memory of the first with that of the second, and so on: of reservations of one size each."""
+    for one, other in zip(extents[::2], extents[1::2], strict=True):
+        if one.nbytes != other.nbytes:
+            raise FormatMismatch(f"memory of {one.nbytes} for {other.nbytes} bytes: expected as many")
+    for one, other in zip(extents[::2], extents[1::2], strict=True):
+        one.offset, other.offset = other.offset, one.offset
 
 
 class Lease(Handle):

@@ -50,6 +50,7 @@ class RecordTable:
         self.reservations = 0
         self.evicted = 0
         self.evictions: deque[bytes] = deque(maxlen=_EVICTIONS)
+        self.usage: dict[int, list[int]] = {}  # records and bytes by namespace
         self.changes: Changes | None = None  # somebody wants to know them
         self._slab = slab
         self._policy = policy
@@ -95,6 +96,8 @@ class RecordTable:
 
     def _take_over(self, refs: Sequence[BlockRef], nbytes: int, count: int) -> list[int]:
         """Evict `count` records that leave as much room each; their offsets. Empty: the next victims are others."""
+        if self._slab.over:  # after a resize: to take over would keep it so
+            return []
         nodes = self.nodes
         anchors = [node.slot for ref in refs if (node := nodes.get(ref.parent or _NO_KEY)) is not None]
         self._policy.pin(anchors)
@@ -123,7 +126,7 @@ class RecordTable:
                 result: Reservation | None = self._existing(ref.key, rank)
                 if result is None and orphaned:
                     result = Full("parent_refused")
-                elif result is None and nbytes > self._slab.nbytes:
+                elif result is None and nbytes > self._slab.capacity:
                     result = Full("oversized")
                 elif result is None:
                     offset = self._slab.allocate(nbytes)
@@ -279,11 +282,24 @@ class RecordTable:
             self._orphans.setdefault(named, set()).add(node)
         self._slots[node.slot] = node
         self.nodes[key] = node
+        self._account(extent, 1)
         return node
+
+    def _account(self, extent: Extent, sign: int) -> None:
+        ns = extent.ref.ns
+        row = self.usage.get(ns)
+        if row is None:
+            row = self.usage[ns] = [0, 0]
+        row[0] += sign
+        row[1] += sign * extent.nbytes
+        if not row[0]:
+            del self.usage[ns]
 
     def _replace(self, node: Node, extent: Extent) -> None:
         old, node.extent, extent.node = node.extent, extent, node
         old.node = None
+        self._account(extent, 1)
+        self._account(old, -1)
         if node.parent is None and old.ref.parent != extent.ref.parent:
             self._replant(node, old.ref.parent)
         self._policy.unpin([node.slot] * old.leases)
@@ -415,10 +431,41 @@ class RecordTable:
 
     # ---- order
 
+    def shrink(self, most: int) -> bool:
+        """Evict up to `most` records while more is used than may be; False: that is all that can be done now."""
+        for node in self._victims(most) if self._slab.over else ():
+            if not self._slab.over:
+                return False
+            if node.slot != GONE:
+                self.evicted += self.drop(node, evicted=True)
+        return self._slab.over and bool(self._victims(1))
+
+    def replace_policy(self, policy: EvictionPolicy) -> None:
+        """Let another policy decide from now on. It learns of the records coldest first, with the hints they have."""
+        tree = [node for node in self.nodes.values() if node.parent is None]
+        for node in tree:
+            tree.extend(node.children)
+        free = self._victims(len(tree))
+        seen = set(free)
+        order = free + [node for node in reversed(tree) if node not in seen]
+        policy.insert(
+            [node.slot for node in order],
+            [node.extent.ref.key for node in order],
+            [None if node.parent is None else node.parent.slot for node in order],
+            [node.extent.hint for node in order],
+        )
+        pending = [extent for versions in self._pending.values() for extent in versions]
+        anchors = [extent.anchor for extent in pending if extent.anchor is not None and extent.anchor.slot != GONE]
+        policy.pin([node.slot for node in order for _ in range(node.extent.leases)])
+        policy.pin([anchor.slot for anchor in anchors])
+        self._policy = policy
+
     def hint(self, keys: Sequence[bytes], hints: Sequence[Hint]) -> None:
         """See `Tier.hint`."""
-        found = [(node.slot, hint) for key, hint in zip(keys, hints, strict=True) if (node := self.nodes.get(key))]
-        self._policy.hint([slot for slot, _ in found], [hint for _, hint in found])
+        found = [(node, hint) for key, hint in zip(keys, hints, strict=True) if (node := self.nodes.get(key))]
+        self._policy.hint([node.slot for node, _ in found], [hint for _, hint in found])
+        for node, hint in found:
+            node.extent.hint = hint
 
     def duplicate(self, keys: Iterable[bytes], *, above: bool) -> None:
         """See `HostTier.duplicate`."""
@@ -461,6 +508,7 @@ class RecordTable:
             node.slot = GONE
             extent.node = None
             del self.nodes[key]
+            self._account(extent, -1)
 
     def _forget_orphan(self, node: Node, parent: bytes) -> None:
         siblings = self._orphans[parent]
@@ -496,6 +544,7 @@ class RecordTable:
             "slots": len(self._slots) - len(self._free_slots) == len(self.nodes),
             "orphans": {id(node) for nodes in self._orphans.values() for node in nodes} == orphans,
             "bytes": used <= self._slab.used_bytes <= self._slab.nbytes,
+            "usage": self.usage == _usage(node.extent for node in self.nodes.values()),
             "disjoint": len({extent.offset for extent in extents}) == len(extents),
         }
         broken = [name for name, good in facts.items() if not good]
@@ -522,6 +571,15 @@ def _leave_as_much(victims: Sequence[Node], nbytes: int) -> bool:
             return False
         doomed.add(node)
     return len(doomed) == len(victims)
+
+
+def _usage(extents: Iterable[Extent]) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    for extent in extents:
+        row = rows.setdefault(extent.ref.ns, [0, 0])
+        row[0] += 1
+        row[1] += extent.nbytes
+    return rows
 
 
 def _root_of(node: Node) -> Node:

@@ -39,8 +39,8 @@ class MemoryRegion:
     Args:
         nbytes: size, a multiple of 4096.
         name: shows in /proc/<pid>/maps.
-        writable: whether other processes may write. If not, the kernel refuses every further writable mapping and
-            every write through the descriptor, in this process too.
+        writable: whether other processes may write. If not, the kernel refuses, from the first `share` on, every
+            further writable mapping and every write through the descriptor, in this process too.
 
     Raises:
         CapacityError: no size this machine can have.
@@ -65,6 +65,7 @@ class MemoryRegion:
         self._memory = self.array.data
         self.hugepages = advise(self._map, _SHMEM_SWITCH.read_text() if _SHMEM_SWITCH.is_file() else "")
         self._collapser = PageCollapser(self.array)
+        self._sealed = False
         self._closed = False
 
     def _build(self, name: str) -> mmap.mmap:
@@ -72,9 +73,7 @@ class MemoryRegion:
             os.ftruncate(self._fd, self.nbytes)
             mapping = aligned_mapping(self._fd, self.nbytes)
             # A peer that could shrink the file would make every reader die of SIGBUS.
-            seals = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-            seals |= fcntl.F_SEAL_SEAL if self.writable else fcntl.F_SEAL_SEAL | _SEAL_FUTURE_WRITE
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         except OSError:
             os.close(self._fd)
             raise
@@ -89,6 +88,18 @@ class MemoryRegion:
         """
         if not self.hugepages:
             self._collapser.want(offset, nbytes)
+
+    def discard(self, offset: int, nbytes: int) -> bool:
+        """Give whole pages back to the system; they are zero when they are next touched.
+
+        Returns:
+            Whether the system took them: it does not once the region was shared read-only.
+        """
+        try:
+            self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
+        except OSError:
+            return False
+        return True
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Writable views of ranges (offset, length) of bytes."""
@@ -105,6 +116,10 @@ class MemoryRegion:
 
     def share(self) -> RegionShare:
         """What `kvtier.cpu.send_regions` sends."""
+        if not self._sealed:
+            seals = fcntl.F_SEAL_SEAL if self.writable else fcntl.F_SEAL_SEAL | _SEAL_FUTURE_WRITE
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+            self._sealed = True
         return RegionShare(self.id, self._fd, self.nbytes, self.writable)
 
     def close(self) -> None:

@@ -1,6 +1,9 @@
 """HostSlab: size classes carved from one region, so that memory serves whatever block size comes."""
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+
+import numpy as np
 
 from kvtier.cpu.region import PAGE, MemoryRegion, round_up
 from kvtier.errors import CapacityError, LeaseError, TierError
@@ -50,6 +53,13 @@ class _Chunk:
         self.free.append(offset)
         return True
 
+    def free_ranges(self) -> list[tuple[int, int]]:
+        """Of slots that are not allocated, [start, stop), in order."""
+        taken = np.frombuffer(self.live, np.uint8).astype(bool)
+        edges = np.flatnonzero(np.diff(np.concatenate(([True], taken, [True])).astype(np.int8)))
+        spans = (edges * self.slot + self.start).reshape(-1, 2)
+        return [(int(first), int(stop)) for first, stop in spans]
+
     @property
     def full(self) -> bool:
         return not self.free and self.mark == self.start + self.nbytes
@@ -67,17 +77,24 @@ class HostSlab:
     Args:
         nbytes: rounded down to pages.
         name: shows in errors and in /proc/<pid>/maps.
+        limit: address space, so that `resize` can go as far; `nbytes` by default.
 
     Raises:
-        CapacityError: less than one page, or more than this machine has.
+        CapacityError: less than one page, more than this machine has, or more than the limit.
         TierUnavailable: the kernel refuses the memory.
     """
 
-    def __init__(self, nbytes: int, *, name: str = "slab") -> None:
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < PAGE:
-            raise CapacityError(f"{name}: capacity of {nbytes!r} bytes: expected an integer of at least {PAGE}")
-        self.region = MemoryRegion(nbytes - nbytes % PAGE, name=name, writable=False)
+    def __init__(self, nbytes: int, *, name: str = "slab", limit: int | None = None) -> None:
+        self.name = name
+        most = nbytes if limit is None else limit
+        for size in (nbytes, most):
+            if isinstance(size, bool) or not isinstance(size, int) or size < PAGE:
+                raise CapacityError(f"{name}: capacity of {size!r} bytes: expected an integer of at least {PAGE}")
+        if nbytes > most:
+            raise CapacityError(f"{name}: capacity of {nbytes} bytes above its limit of {most}: raise the limit")
+        self.region = MemoryRegion(most - most % PAGE, name=name, writable=False)
         self.nbytes = self.region.nbytes
+        self.capacity = nbytes - nbytes % PAGE
         self.used_bytes = 0
         self._target = min(_CHUNK_BYTES, self.nbytes // _CHUNKS)
         self._starts = [0]  # of free runs, sorted
@@ -95,6 +112,7 @@ class HostSlab:
     def allocate_many(self, nbytes: int, count: int) -> list[int]:
         """Offsets of as many slots of at least `nbytes` as there are, `count` at most."""
         slot = round_up(nbytes)
+        count = min(count, (self.capacity - self.used_bytes) // slot)
         chunks = self._open.setdefault(slot, {})
         offsets: list[int] = []
         while len(offsets) < count:
@@ -128,6 +146,46 @@ class HostSlab:
         chunks.pop(chunk, None)
         del self._chunks[self._cut.pop(at)]
         self._join(chunk.start, chunk.nbytes)
+
+    @property
+    def over(self) -> bool:
+        """Whether more is used than `resize` allows by now."""
+        return self.used_bytes > self.capacity
+
+    def resize(self, nbytes: int) -> None:
+        """Allow so many bytes from now on, in whole pages; what is used beyond that stays until it is freed.
+
+        Raises:
+            CapacityError: less than one page, or more than was reserved.
+        """
+        if not PAGE <= nbytes < self.nbytes + PAGE:
+            raise CapacityError(
+                f"{self.name}: capacity of {nbytes} bytes: expected {PAGE} to {self.nbytes}, as reserved at start"
+            )
+        self.capacity = nbytes - nbytes % PAGE
+
+    def discard(self, start: int, most: int) -> int | None:
+        """Give the first free range from an offset on back to the system, `most` bytes of it at most.
+
+        Returns:
+            Where to go on; None: that was all, or the system takes nothing.
+        """
+        for first, stop in self._free_ranges(start):
+            end = min(stop, first + most)
+            return end if self.region.discard(first, end - first) else None
+        return None
+
+    def _free_ranges(self, start: int) -> Iterator[tuple[int, int]]:
+        """Free ranges that begin at an offset, or behind it, in order; touching ones are not joined."""
+        for piece in sorted([*self._chunks, *self._starts]):
+            chunk = self._chunks.get(piece)
+            if chunk is None:
+                ranges = [(piece, piece + self._runs[piece])]
+            elif chunk.start + chunk.nbytes <= start:
+                continue
+            else:
+                ranges = chunk.free_ranges()
+            yield from ((max(first, start), stop) for first, stop in ranges if stop > start)
 
     def _carve(self, slot: int) -> _Chunk | None:
         if not self._starts:

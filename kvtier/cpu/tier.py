@@ -2,18 +2,19 @@
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from prometheus_client import Counter as Metric
 
-from kvtier.cpu.holds import Extent, HostHandle, Lease
-from kvtier.cpu.records import RecordTable
+from kvtier.cpu.batches import check_buffers, check_records, rest, windows
+from kvtier.cpu.holds import Extent, HostHandle, Lease, exchange
+from kvtier.cpu.records import Changes, RecordTable
 from kvtier.cpu.region import PAGE, round_up
 from kvtier.cpu.slab import HostSlab
 from kvtier.errors import FormatMismatch, LeaseError, TierUnavailable
+from kvtier.events import EventLog
 from kvtier.hints import NO_HINT, Hint
-from kvtier.keys import STORE_KEY_BYTES
 from kvtier.layout import Span
 from kvtier.metrics import Metrics
 from kvtier.native.checksum import Bytes, copy_checksums
@@ -37,8 +38,8 @@ from kvtier.tiers import (
 
 __all__ = ["HostTier"]
 
-_FMT_CHARS = 16  # the width that `block_checksum` gives a format id
-_WINDOW_BYTES = 4 << 20  # what is copied or verified in one call, between two looks at the clock
+_SHRINK_BATCH = 256
+_DISCARD_BYTES = 32 << 20
 
 
 class HostTier:
@@ -51,10 +52,12 @@ class HostTier:
         capacity_bytes: hard limit, rounded down to 4 KiB pages; every record takes whole pages.
         policy: who leaves first; tail-first LRU by default. The tier is its only user.
         metrics: where to count.
-        name: the tier's name in metrics and errors.
+        name: the tier's name in metrics, events and errors.
+        events: told what becomes ready here and what goes, in the order in which it happens.
+        limit_bytes: address space, so that `resize` can go as far; `capacity_bytes` by default.
 
     Raises:
-        CapacityError: less than one page, or more than this machine has.
+        CapacityError: less than one page, more than this machine has, or more than the limit.
         TierUnavailable: the kernel refuses the memory.
     """
 
@@ -67,11 +70,16 @@ class HostTier:
         policy: EvictionPolicy | None = None,
         metrics: Metrics | None = None,
         name: str = "host",
+        events: EventLog | None = None,
+        limit_bytes: int | None = None,
     ) -> None:
         self.name = name
-        self._slab = HostSlab(capacity_bytes, name=name)
+        self._slab = HostSlab(capacity_bytes, name=name, limit=limit_bytes)
         self._table = RecordTable(self._slab, policy or LruPolicy())
         self._lock = threading.Lock()
+        self._events = events
+        if events is not None:
+            self._table.changes = Changes([], [])
         self._completions = Completions()
         self._closed = False
         self._corrupt = 0
@@ -80,7 +88,7 @@ class HostTier:
         self._occupied_told = -1
         self._seconds = {verb: self._metrics.seconds.labels(name, verb) for verb in ("acquire", "read", "write")}
         self._written = self._metrics.written_bytes.labels(name)
-        self._metrics.capacity_bytes.labels(name).set(self._slab.nbytes)
+        self._metrics.capacity_bytes.labels(name).set(self._slab.capacity)
         if not self._slab.region.hugepages:
             self._metrics.fallbacks.labels(name, "hugepages").inc()
 
@@ -115,7 +123,7 @@ class HostTier:
             if good < len(handles):
                 self._give_back(handles[good:])
         self._count_asked(len(keys), good, owner)
-        return self._finish(statuses + [_rest(statuses)] * (len(keys) - len(statuses)), handles[:good])
+        return self._finish(statuses + [rest(statuses)] * (len(keys) - len(statuses)), handles[:good])
 
     def _count_asked(self, asked: int, found: int, owner: Owner) -> None:
         if not owner.startswith(OWN_WORK):
@@ -137,7 +145,7 @@ class HostTier:
         self, handles: Sequence[Lease], outs: Sequence[memoryview | None], deadline: float | None
     ) -> Iterator[Status]:
         """Checksum records, copying each to its place in `outs`, if it has one, in the same pass."""
-        for window in _windows(handles):
+        for window in windows(handles):
             some = handles[window]
             if expired(deadline):
                 yield from [Status.TIMEOUT] * len(some)
@@ -149,7 +157,7 @@ class HostTier:
                 yield Status.OK if checksum == handle.extent.checksum else self._drop_damaged(handle.extent)
 
     def _drop_damaged(self, extent: Extent) -> Status:
-        with self._changed():
+        with self._changed("damaged"):
             if extent.node is not None:
                 self._table.drop(extent.node)
                 self._corrupt += 1
@@ -163,7 +171,7 @@ class HostTier:
 
     def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         """See `Tier.read`. The copy is what is verified, not the original."""
-        _check_buffers(items, writable=True)
+        check_buffers(items, writable=True)
         with self._state():
             handles = self._table.require([handle for handle, _ in items], Lease)
             self._table.hold(handles)
@@ -195,11 +203,11 @@ class HostTier:
         if len(keys) != len(buffers):
             raise FormatMismatch(f"{len(keys)} keys, {len(buffers)} buffers: expected as many of each")
         with self._timed("read"), self._leased(keys, owner, exact=exact) as handles:
-            _check_buffers(zip(handles, buffers, strict=False), writable=True)
+            check_buffers(zip(handles, buffers, strict=False), writable=True)
             statuses = self._verify_run(handles, buffers[: len(handles)], deadline)
             self._count_bytes(self._metrics.read_bytes, handles[: len(statuses)], statuses)
         self._count_asked(len(keys), statuses.count(Status.OK), owner)
-        return self._finish(statuses + [_rest(statuses)] * (len(keys) - len(statuses)))
+        return self._finish(statuses + [rest(statuses)] * (len(keys) - len(statuses)))
 
     @contextmanager
     def _leased(self, keys: Sequence[bytes], owner: Owner, *, exact: bool) -> Iterator[list[Lease]]:
@@ -240,15 +248,17 @@ class HostTier:
             FormatMismatch: a size, format or key that no record can have, or not as many hints.
         """
         wanted = [NO_HINT] * len(refs) if hints is None else hints
-        _check_records(refs, sizes, fmts, wanted)
+        check_records(refs, sizes, fmts, wanted)
         with self._lock:
             self._require_open()
             evicted = self._table.evicted
-            results = self._table.reserve(refs, sizes, fmts, owner, wanted)
+            try:
+                results = self._table.reserve(refs, sizes, fmts, owner, wanted)
+            finally:
+                self._tell_changes("capacity")
             evicted = self._table.evicted - evicted
             self._tell_occupied()
-        if evicted:
-            self._metrics.evicted_blocks.labels(self.name, "capacity").inc(evicted)
+        self._count_evicted(evicted)
         refused = [result.reason for result in results if isinstance(result, Full)]
         for reason in set(refused):
             self._metrics.dropped_blocks.labels(self.name, reason).inc(refused.count(reason))
@@ -256,7 +266,7 @@ class HostTier:
 
     def write(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         """See `Tier.write`."""
-        _check_buffers(items, writable=False)
+        check_buffers(items, writable=False)
         start = time.perf_counter()
         statuses = self._fill([handle for handle, _ in items], [data for _, data in items], None, deadline)
         self._seconds["write"].observe(time.perf_counter() - start)
@@ -265,6 +275,11 @@ class HostTier:
     def seal(self, handles: Sequence[Handle], checksums: Sequence[bytes] | None = None) -> None:
         """See `AddressableTier.seal`."""
         self._fill(handles, [None] * len(handles), checksums, None)
+
+    def exchange(self, pairs: Sequence[tuple[Handle, Handle]]) -> None:
+        """See `GatewayTier.exchange`."""
+        with self._state():
+            exchange(self._table.require([handle for pair in pairs for handle in pair], Extent))
 
     def _fill(
         self,
@@ -283,7 +298,7 @@ class HostTier:
         known = known or [b""] * len(reserved)
         checksums: list[bytes] = []
         try:
-            for window in _windows(reserved):
+            for window in windows(reserved):
                 if expired(deadline):
                     break
                 checksums += self._fill_window(reserved[window], sources[window], known[window])
@@ -317,14 +332,13 @@ class HostTier:
 
     def commit(self, handles: Sequence[Handle]) -> None:
         """See `Tier.commit`."""
-        with self._lock:
+        with self._changed():
             self._require_open()
             reserved = self._table.require(handles, Extent)
             unwritten = [extent for extent in reserved if not extent.checksum]
             if unwritten:
                 raise LeaseError(f"block {unwritten[0].ref.key.hex()} was never completely written: write it or abort")
             self._table.commit(reserved)
-            self._tell_occupied()
         self._written.inc(sum([extent.nbytes for extent in reserved]))
 
     def abort(self, handles: Sequence[Handle]) -> None:
@@ -353,6 +367,12 @@ class HostTier:
         with self._state():
             self._table.duplicate(keys, above=above)
 
+    def refs(self, keys: Sequence[bytes]) -> list[BlockRef | None]:
+        """See `GatewayTier.refs`."""
+        with self._state():
+            nodes = [self._table.nodes.get(key) for key in keys]
+            return [None if node is None else node.extent.ref for node in nodes]
+
     def coldest(self, count: int) -> list[bytes]:
         """Keys of up to `count` records that would be evicted next, in that order. None is."""
         with self._state():
@@ -365,11 +385,66 @@ class HostTier:
             self._table.evictions.clear()
         return evictions
 
+    # ---- at run time
+
+    def resize(self, capacity_bytes: int) -> int:
+        """Change the capacity, in whole pages up to the limit. What does not fit any more is evicted, as its policy
+        says; what is leased or reserved stays until it is let go, and is evicted then.
+
+        The memory goes back to the system, unless other processes have mapped it: then what was touched is used again
+        first, and goes with the tier.
+
+        Returns:
+            Bytes that are still used beyond the capacity.
+
+        Raises:
+            CapacityError: less than a page, or more than the limit.
+        """
+        with self._state():
+            self._slab.resize(capacity_bytes)
+            self._metrics.capacity_bytes.labels(self.name).set(self._slab.capacity)
+        more = True
+        while more:
+            with self._changed("capacity"):
+                self._require_open()
+                more = self._shrink()
+        at: int | None = 0
+        while at is not None:
+            with self._state():
+                shrunk = self._slab.capacity < self._slab.nbytes
+                at = self._slab.discard(at, _DISCARD_BYTES) if shrunk else None
+        with self._lock:
+            return max(self._slab.used_bytes - self._slab.capacity, 0)
+
+    def _shrink(self) -> bool:
+        """Evict some of what does not fit; whether there is more to do."""
+        before = self._table.evicted
+        more = self._table.shrink(_SHRINK_BATCH)
+        self._count_evicted(self._table.evicted - before)
+        return more
+
+    def _count_evicted(self, count: int) -> None:
+        if count:
+            self._metrics.evicted_blocks.labels(self.name, "capacity").inc(count)
+
+    def set_policy(self, policy: EvictionPolicy) -> None:
+        """Let another policy decide who leaves. It learns the order of the records and their hints, not more.
+
+        The records that device memory holds too are ordinary ones for it, until they are told again.
+        """
+        with self._state():
+            self._table.replace_policy(policy)
+
+    def usage(self) -> dict[int, tuple[int, int]]:
+        """Records that are ready, and their bytes, by namespace."""
+        with self._lock:
+            return {ns: (records, nbytes) for ns, (records, nbytes) in self._table.usage.items()}
+
     # ---- removal
 
     def remove(self, keys: Sequence[bytes]) -> Ticket:
         """See `Tier.remove`."""
-        with self._changed():
+        with self._changed("removed"):
             self._require_open()
             statuses = [Status.OK if key in self._table.nodes else Status.MISS for key in keys]
             self._table.drop_keys(keys)
@@ -379,12 +454,18 @@ class HostTier:
         """See `Tier.clear`. Reservations stay."""
         with self._changed():
             self._require_open()
-            self._drop_namespace(ns)
+            self._drop_namespace(ns, "cleared")
         return self._finish([Status.OK])
 
-    def _drop_namespace(self, ns: int | None) -> None:
+    def _drop_namespace(self, ns: int | None, reason: str) -> None:
         nodes = self._table.nodes.items()
         self._table.drop_keys([key for key, node in nodes if ns is None or node.extent.ref.ns == ns])
+        changes = self._table.changes
+        if self._events is not None and changes is not None:
+            # A descendant in another namespace, which a wrong ref can make, is told by itself.
+            changes.removed[:] = [(of, key) for of, key in changes.removed if ns is not None and of != ns]
+            self._events.cleared(self.name, ns, reason)
+            self._tell_changes(reason)
 
     # ---- memory
 
@@ -416,7 +497,7 @@ class HostTier:
             return {
                 "blocks": len(self._table.nodes),
                 "bytes": self._slab.used_bytes,
-                "capacity_bytes": self._slab.nbytes,
+                "capacity_bytes": self._slab.capacity,
                 "leases": self._table.leases,
                 "reservations": self._table.reservations,
                 "evicted": self._table.evicted,
@@ -443,16 +524,32 @@ class HostTier:
             self._closed = True
             for owner in self._table.owners():
                 self._table.release_owner(owner)
-            self._drop_namespace(None)
+            self._drop_namespace(None, "closed")
             self._slab.close()
 
     @contextmanager
-    def _changed(self) -> Iterator[None]:
+    def _changed(self, reason: str = "") -> Iterator[None]:
+        """A change under the lock; `reason`: why records go, where they may."""
         with self._lock:
             try:
                 yield
             finally:
+                self._tell_changes(reason)
+                if self._slab.over and not self._closed:
+                    self._shrink()
+                    self._tell_changes("capacity")
                 self._tell_occupied()
+
+    def _tell_changes(self, reason: str = "") -> None:
+        changes = self._table.changes
+        if self._events is None or changes is None:
+            return
+        if changes.removed:
+            self._events.removed(self.name, changes.removed, reason)
+            changes.removed.clear()
+        if changes.stored:
+            self._events.stored(self.name, changes.stored)
+            changes.stored.clear()
 
     def _tell_occupied(self) -> None:
         if self._slab.used_bytes != self._occupied_told:
@@ -493,46 +590,3 @@ class HostTier:
     def _count_bytes(self, metric: Metric, handles: Sequence[Handle], statuses: Sequence[Status]) -> None:
         done = zip(handles, statuses, strict=True)
         self._count(metric, sum(handle.nbytes for handle, status in done if status is Status.OK))
-
-
-def _rest(statuses: Sequence[Status]) -> Status:
-    """What follows a run that ended with these."""
-    return Status.TIMEOUT if statuses[-1:] == [Status.TIMEOUT] else Status.MISS
-
-
-def _windows(handles: Sequence[Handle]) -> Iterator[slice]:
-    """Consecutive handles, at least one and about `_WINDOW_BYTES` at a time."""
-    start = nbytes = 0
-    for at, handle in enumerate(handles, 1):
-        nbytes += handle.nbytes
-        if nbytes >= _WINDOW_BYTES:
-            yield slice(start, at)
-            start, nbytes = at, 0
-    if start < len(handles):
-        yield slice(start, len(handles))
-
-
-def _check_buffers(items: Iterable[tuple[Handle, memoryview]], *, writable: bool) -> None:
-    for handle, data in items:
-        if data.nbytes < handle.nbytes or not data.c_contiguous or (writable and data.readonly):
-            kind = "writable, contiguous" if writable else "contiguous"
-            raise FormatMismatch(
-                f"buffer of {data.nbytes} bytes (contiguous={data.c_contiguous}, readonly={data.readonly}): "
-                f"this block needs a {kind} one of at least {handle.nbytes} bytes"
-            )
-
-
-def _check_records(refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str], hints: Sequence[Hint]) -> None:
-    if not len(refs) == len(sizes) == len(fmts) == len(hints):
-        raise FormatMismatch(
-            f"{len(refs)} refs, {len(sizes)} sizes, {len(fmts)} formats, {len(hints)} hints: expected as many of each"
-        )
-    known = {fmt for fmt in set(fmts) if 0 < len(fmt) <= _FMT_CHARS and fmt.isascii()}
-    if min(sizes, default=1) >= 1 and {len(ref.key) for ref in refs} <= {STORE_KEY_BYTES} and known.issuperset(fmts):
-        return
-    for ref, nbytes, fmt in zip(refs, sizes, fmts, strict=True):
-        if nbytes < 1 or len(ref.key) != STORE_KEY_BYTES or fmt not in known:
-            raise FormatMismatch(
-                f"record of {nbytes} bytes, format {fmt!r}, key of {len(ref.key)} bytes: expected at least 1 byte, "
-                f"1..{_FMT_CHARS} ASCII characters and {STORE_KEY_BYTES} bytes"
-            )

@@ -16,15 +16,18 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
 
+from prometheus_client import Counter
+
 from kvtier.api import AsyncLLM, Prompt
 from kvtier.config import load_config
 from kvtier.disaggregated.identity import Side
-from kvtier.disaggregated.process import PrefillProcess
+from kvtier.disaggregated.process import PrefillProcess, PrefillSupervisor
 from kvtier.disaggregated.receiving import HandoverOptions, Receiver, Reception
 from kvtier.engine import RequestOutput, SamplingParams
 from kvtier.engine.models import LoadedModel
@@ -130,7 +133,7 @@ class _DecodeLLM(PrefilledLLM):
     """
 
     def __init__(
-        self, process: PrefillProcess, socket: Path, options: HandoverOptions | None, config: Mapping[str, Any]
+        self, process: PrefillSupervisor, socket: Path, options: HandoverOptions | None, config: Mapping[str, Any]
     ) -> None:
         self._process = process
         super().__init__(prefill=socket, options=options, config=config)
@@ -145,6 +148,8 @@ class DisaggregatedLLM:
 
     Each has its own device pool and host tier; KV goes from one to the other through the NVMe tier's format in a shared
     directory, block by block while prefill still runs. In `/dev/shm` that is a copy in memory.
+
+    A prefill process that dies is started again; until it is up, prompts are computed here.
 
     Args:
         model: see `LLM`; None for the default model.
@@ -177,12 +182,17 @@ class DisaggregatedLLM:
         shared = _settings(model, Path(directory), capacity, config or {})
         self._sockets = tempfile.TemporaryDirectory(prefix="kvtier-")
         socket = Path(self._sockets.name) / "prefill"
-        self._process = PrefillProcess(socket, _with_engine(shared, prefill), prefill_threads)
+        start = partial(PrefillProcess, socket, _with_engine(shared, prefill), prefill_threads)
+        self._process = PrefillSupervisor(start)
         try:
             self._llm = _DecodeLLM(self._process, socket, options, _with_engine(shared, decode))
         except BaseException:
             self._end_process()
             raise
+        registry = self._llm.receiver.registry
+        self._process.restarted = Counter(
+            "kvtier_prefill_restarts", "Prefill processes that were started again", registry=registry
+        ).inc
 
     @property
     def llm(self) -> PrefilledLLM:
@@ -201,8 +211,8 @@ class DisaggregatedLLM:
 
     @property
     def prefill_process(self) -> PrefillProcess:
-        """The other process. When it has died, this one computes everything itself."""
-        return self._process
+        """The other process, or the one that took its place."""
+        return self._process.process
 
     def agenerate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, hints: RequestHints | None = None

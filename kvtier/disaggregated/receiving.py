@@ -108,6 +108,9 @@ class Receiver:
         path: of the prefill engine's socket.
         options: see there.
 
+    Attributes:
+        registry: of its metrics.
+
     Raises:
         ConfigError, TierUnavailable: see `PrefillClient`.
     """
@@ -121,7 +124,7 @@ class Receiver:
         self._room = side.store.host.stats()["capacity_bytes"] // _AHEAD_SHARE // side.block_bytes
         self._lock = threading.Lock()
         self._numbers = count(1)
-        registry = side.store.metrics.registry
+        registry = self.registry = side.store.metrics.registry
         self._endings = Counter("kvtier_handovers", "Prompts handed over, by their end", ["ending"], registry=registry)
         self._blocks = Counter("kvtier_handed_blocks", "Blocks that came from a prefill engine", registry=registry)
 
@@ -134,7 +137,10 @@ class Receiver:
         """
         side, total = self._side, self._side.usable(len(tokens))
         # Before it is hashed: most prompts that are not worth it are simply short.
-        if not (self.client.available and total and len(tokens) >= self._least) or params.prompt_logprobs is not None:
+        if not (total and len(tokens) >= self._least) or params.prompt_logprobs is not None:
+            return None
+        if not self.client.available:
+            self._endings.labels("away").inc()
             return None
         keys = side.keys(tokens)
         found = len(side.store.match(keys, parts=len(side.parts), lossy=params.accept_lossy).tiers)
@@ -156,7 +162,8 @@ class Receiver:
             taken = max(0, min(self._room, stop - start))
             self._room -= taken
         if taken:
-            self._side.store.prefetch(keys[start * parts : (start + taken) * parts], owner, parts=parts)
+            wanted = keys[start * parts : (start + taken) * parts]
+            self._side.store.prefetch(wanted, owner, parts=parts, depth=start)
         return taken
 
     def give_back(self, owner: Owner, taken: int) -> None:

@@ -39,9 +39,9 @@ from kvtier.disaggregated.messages import (
     to_frame,
     unpacked_tokens,
 )
-from kvtier.disaggregated.sockets import listen_at
 from kvtier.engine import SamplingParams
 from kvtier.errors import KVTierError, TierUnavailable
+from kvtier.sockets import listen_at
 
 __all__ = ["PrefillServer"]
 
@@ -183,6 +183,8 @@ class PrefillServer:
         tokens = unpacked_tokens(order.tokens)
         job = Job(order.id, self._side.keys(tokens), self._side.usable(len(tokens)))
         connection.jobs[order.id] = job
+        # What host has it does not put again, and the directory may have lost it since.
+        self._side.store.demote(job.keys)
         job.task = asyncio.create_task(self._prefill(connection, job, tokens, order.priority))
         self._work.set()
 

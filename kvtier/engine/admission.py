@@ -8,7 +8,7 @@ from kvtier.engine.plan import Draft
 from kvtier.engine.request import Request, State
 from kvtier.engine.room import Room
 from kvtier.gpu.table import BlockTable
-from kvtier.hooks import Pending
+from kvtier.hooks import Match, Pending
 
 __all__ = ["Admission"]
 
@@ -30,20 +30,23 @@ class Admission:
     Args:
         books: the scheduler's.
         room: makes room for requests of better classes.
+        token_budget: of a step.
     """
 
-    def __init__(self, books: Books, room: Room) -> None:
+    def __init__(self, books: Books, room: Room, token_budget: int) -> None:
         self._books = books
         self._room = room
+        self._token_budget = token_budget
         self._looks = 0
         self._blocked: list[Request] = []
+        self._postponed: list[Request] = []  # those of them that want nothing but a place in the next step
         self._stuck = False
         self._stalled: dict[str, int] = {}  # who did not fit into how many spare blocks
 
     def begin(self) -> None:
         """A step is planned."""
         self._looks = 0
-        self._blocked = []
+        self._blocked, self._postponed = [], []
         self._stuck = self._room.stuck
 
     def is_closed(self, draft: Draft) -> bool:
@@ -58,6 +61,12 @@ class Admission:
     def consider(self, request: Request, draft: Draft) -> None:
         """Admit a waiting request if it fits."""
         if request.state is State.SWAPPING_OUT or request.settled:
+            return
+        if request.bereft == self._books.step:
+            # A step under way may still compute it: what that brings would be taken for what it has then.
+            return
+        if self._books.order.classes and any(self._room.is_worse(request, other) for other in self._postponed):
+            # It would have to give its blocks back at once.
             return
         self._looks += 1
         outcome = self._admit(request, draft)
@@ -84,20 +93,28 @@ class Admission:
         if self._is_on_its_way(request, len(table.ids)):
             table.release()
             return _Outcome.SKIPPED
-        external = self._offered(request, table.capacity_tokens)
-        if external is None:
+        offer = self._offered(request, table.capacity_tokens)
+        if offer is None:
             table.release()
             return _Outcome.SKIPPED
+        if offer.tokens == 0 and draft.budget == 0:
+            # Nobody gives way for it as long as it could not be computed.
+            self._postponed.append(request)
+            table.release()
+            return _Outcome.BLOCKED
         missing = table.missing(request.num_tokens, table.capacity_tokens)
+        # With a window, never all at a time; and in as short chunks as need be.
+        most = books.pool.most_blocks(request.num_tokens, self._token_budget)
+        missing = min(missing, most, books.pool.num_blocks)
         fits = not crowded and missing + self._headroom(request) <= books.pool.free_blocks
         if not fits:
             fits = self._room.displace(givers, missing, draft)
             if not fits:
                 self._stalled[request.id] = spare
-        if not fits or (external == 0 and draft.budget == 0):
+        if not fits:
             table.release()
             return _Outcome.BLOCKED
-        self._take(request, table, external, draft)
+        self._take(request, table, offer, draft)
         return _Outcome.ADMITTED
 
     def _headroom(self, request: Request) -> int:
@@ -118,15 +135,15 @@ class Admission:
         keys = request.chain[: request.reusable_blocks]
         return self._books.pool.match(keys, exact=swapped or not request.lossy)
 
-    def _offered(self, request: Request, device_tokens: int) -> int | None:
-        """Tokens beyond the device's own that can be loaded; None if that is not known yet.
+    def _offered(self, request: Request, device_tokens: int) -> Match | None:
+        """What lies beyond the device's own and can be loaded; None if that is not known yet.
 
         Whole blocks, but for what was kept of a request that was swapped out.
         """
         hook, size = self._books.hook, self._books.pool.block_size
         again = self._books.rules.preemption == "recompute" and request.metrics.preemptions
         if hook is None or again:
-            return 0
+            return Match(0)
         offer = hook.match(request, device_tokens)
         if isinstance(offer, Pending):
             return None
@@ -134,7 +151,7 @@ class Admission:
         most = (request.num_tokens - 1 if swapped else request.reusable_blocks * size) - device_tokens
         whole = swapped and offer.tokens <= most
         request.offered = offer.tokens if whole else max(0, min(offer.tokens, most)) // size * size
-        return request.offered
+        return offer._replace(tokens=request.offered)
 
     def _is_on_its_way(self, request: Request, device_blocks: int) -> bool:
         """Whether an active request will soon publish the next block that this one could take from the device."""
@@ -150,25 +167,41 @@ class Admission:
             for other in active
         )
 
-    def _take(self, request: Request, table: BlockTable, external: int, draft: Draft) -> None:
-        books, device_tokens = self._books, table.capacity_tokens
+    def _take(self, request: Request, table: BlockTable, offer: Match, draft: Draft) -> None:
+        books, device_tokens, external = self._books, table.capacity_tokens, offer.tokens
         books.waiting.remove(request)
         self.forget(request)
         request.overtaken = request.offered = 0
         request.resumed = books.step
         request.metrics.cached_tokens += device_tokens
         books.counters.device_hits += device_tokens
-        exact = all(map(books.pool.is_exact, table.ids))
+        exact, stop = all(map(books.pool.is_exact, table.held)), device_tokens + external
         if external:
-            stop = device_tokens + external
-            table.extend(stop, device_tokens)
-            draft.receive(table.ids[device_tokens // books.pool.block_size :])
+            table.leave_behind(stop + 1)
+            table.extend(stop, max(device_tokens, table.gone * books.pool.block_size))
+            draft.receive(table.ids[max(device_tokens // books.pool.block_size, table.gone) :])
+        if external and not self._hides(request, stop, offer.seconds, draft):
             request.start_loading(table, device_tokens, exact=exact)
             books.loading[request.id] = Loading(request, stop, books.clock())
         else:
-            request.start_running(table, device_tokens, exact=exact)
+            if external:
+                request.start_overlapped(table, device_tokens, stop, exact=exact and offer.exact)
+                draft.overlap(request, stop)
+            else:
+                request.start_running(table, device_tokens, exact=exact)
             books.run(request)
-            stop = min(request.num_tokens, device_tokens + draft.budget)
-            draft.compute(request, stop, table.extend(stop, device_tokens))
+            reachable = table.capacity_tokens + books.pool.free_blocks * books.pool.block_size
+            goal = min(request.num_tokens, stop + draft.budget, reachable)
+            draft.compute(request, goal, table.extend(goal, stop))
         if books.hook is not None:
             books.hook.allocated(request, table.ids, external)
+
+    def _hides(self, request: Request, stop: int, seconds: float | None, draft: Draft) -> bool:
+        """Whether a load up to `stop` takes no longer than the step that would compute what follows."""
+        # Sparse attention looks at the blocks before the first layer.
+        if seconds is None or not draft.budget or not self._books.rules.overlap_loads or request.params.sparse:
+            return False
+        work = draft.work
+        new = min(request.num_tokens - stop, draft.budget)
+        step = self._books.steps.seconds(work._replace(prefill=work.prefill + new))
+        return step is not None and seconds <= step

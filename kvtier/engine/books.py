@@ -12,7 +12,7 @@ from kvtier.engine.latency import LoadModel, StepModel
 from kvtier.engine.orders import Order
 from kvtier.engine.request import Request
 from kvtier.engine.rules import SchedulingRules
-from kvtier.gpu.pool import BlockPool
+from kvtier.gpu.pool import BlockPool, PoolListener
 from kvtier.gpu.table import BlockTable
 from kvtier.hooks import FinishReason, SchedulerHook
 
@@ -144,9 +144,11 @@ class Books:
         """Name the request's full blocks, so that others find them."""
         ids, chain = request.blocks.ids, request.chain
         full = min(request.num_computed // self.pool.block_size, len(chain))
-        for at in range(request.published, full):
-            self.pool.publish(ids[at], chain[at], request.exact)
+        span = range(max(request.published, request.blocks.gone), full)
+        fresh = [at for at in span if self.pool.publish(ids[at], chain[at], request.exact)]
         request.published = full
+        if fresh and self.pool.listener is not None:
+            _tell(self.pool.listener, fresh, request, self.pool.block_size)
 
     def give_back(self, request_id: str, table: BlockTable | None, reason: FinishReason) -> None:
         """A request is through with its blocks: they are freed, or left to the hook until it needs them no more."""
@@ -165,3 +167,13 @@ class Books:
             tables.popleft().release()
             if not tables:
                 del self.held[request_id]
+
+
+def _tell(listener: PoolListener, fresh: Sequence[int], request: Request, size: int) -> None:
+    """Say which blocks of a request, by their places, have names now: run by run."""
+    chain, tokens = request.chain, request.tokens
+    starts = [at for at, place in enumerate(fresh) if not at or fresh[at - 1] != place - 1]
+    for first, last in zip(starts, [*starts[1:], len(fresh)], strict=True):
+        start, stop = fresh[first], fresh[last - 1] + 1
+        parent = chain[start - 1] if start else None
+        listener.named(chain[start:stop], parent, tokens[start * size : stop * size])

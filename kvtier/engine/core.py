@@ -10,6 +10,7 @@ from operator import index
 from kvtier.engine.beam import BeamSearch, Hypothesis
 from kvtier.engine.beam_group import BeamGroup
 from kvtier.engine.drafting import Proposer
+from kvtier.engine.guard import GuardedHook
 from kvtier.engine.models.registry import LoadedModel
 from kvtier.engine.options import EngineOptions
 from kvtier.engine.outputs import EngineStats, RequestOutput, Sampled
@@ -21,11 +22,14 @@ from kvtier.engine.runner import Runner
 from kvtier.engine.sampler import derived_seed
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.sequences import LiveRequest, LiveSequence, siblings
+from kvtier.engine.sparse import Sparse
 from kvtier.engine.speculation import Speculation
 from kvtier.engine.text import TextStream
 from kvtier.engine.tokenizer import IncrementalDecoder
-from kvtier.errors import ConfigError, RequestError
+from kvtier.errors import ConfigError, FormatMismatch, RequestError
+from kvtier.gpu.pool import PoolListener
 from kvtier.gpu.storage import DevicePool
+from kvtier.gpu.windows import most_blocks
 from kvtier.hints import RequestHints
 from kvtier.hooks import FinishReason, SchedulerHook, TransferResults, WorkerHook
 
@@ -40,7 +44,8 @@ class Engine:
     Args:
         model: weights and tokenizer.
         options: sizes and limits.
-        hooks: scheduler half and worker half of a KV connector.
+        hooks: scheduler half and worker half of a KV connector. What the first one raises counts as a miss, and in
+            `EngineStats.hook_errors`; what the second one raises fails the step.
         proposer: guesses tokens ahead; the output is the same, sooner.
 
     Raises:
@@ -59,7 +64,7 @@ class Engine:
         self.options = options or EngineOptions()
         self._tokenizer = model.tokenizer
         self._vocab = model.config.vocab
-        self._hook = hooks[0] if hooks else None
+        self._hook = GuardedHook(hooks[0]) if hooks else None
         blocks, self.max_model_len = pool_size(model, self.options)
         if proposer is not None and self.options.scheduling.pipelined:
             raise ConfigError("pipelined steps and guessed tokens exclude each other: guesses need the latest token")
@@ -80,6 +85,10 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}  # by the ids that users know
         self._sequences: dict[str, LiveSequence] = {}  # by those that the scheduler knows
         self._numbers = count()
+
+    def follow(self, listener: PoolListener) -> None:
+        """Have it told which names device blocks get and lose from now on."""
+        self._blocks.listener = listener
 
     # ---- requests
 
@@ -109,7 +118,8 @@ class Engine:
             hints: what is known of its KV's future; they order evictions, never the output.
 
         Raises:
-            RequestError: the id is in use, or the prompt is empty, too long or holds unknown tokens.
+            RequestError: the id is in use, the prompt is empty, too long or holds unknown tokens, or the model cannot
+                do what the params ask for. Nothing was queued.
         """
         chosen = SamplingParams() if params is None else params
         if not isinstance(chosen, SamplingParams):
@@ -125,7 +135,7 @@ class Engine:
             )
         tokens = self._checked(request_id, prompt)
         if chosen.sparse is not None:
-            self._runner.allow_sparse()
+            self._check_sparse(chosen.sparse)
         if chosen.min_tokens and len(chosen.ends(self._tokenizer.eos_ids)) >= self._vocab:
             raise RequestError(f"request {request_id!r} has min_tokens, but every token ends its output: drop one")
         self._check_token_ids(request_id, chosen.logit_bias, "logit_bias")
@@ -155,6 +165,12 @@ class Engine:
         self._check_token_ids(request_id, (min(tokens), max(tokens)), "a prompt")
         return tokens
 
+    def _check_sparse(self, sparse: Sparse) -> None:
+        try:
+            self._runner.allow_sparse()
+        except FormatMismatch as error:
+            raise RequestError(f"sparse={sparse.kind!r}: not with this model: {error}") from error
+
     def _check_token_ids(self, request_id: str, tokens: Iterable[int], place: str) -> None:
         for token in tokens:
             if not 0 <= token < self._vocab:
@@ -182,7 +198,9 @@ class Engine:
         if live is None:
             return []
         ended, live.unforked = [*live.live.values(), *live.unforked], []
-        outputs = [self._end(sequence, "abort") for sequence in ended]
+        for sequence in ended:
+            self._drop(sequence, "abort")
+        outputs = [sequence.last_output("abort") for sequence in ended]
         if live.beams is None:
             return outputs
         # As many as were asked for, whatever the number of beams: whoever counts them waits for no more.
@@ -191,10 +209,12 @@ class Engine:
 
     def _end(self, sequence: LiveSequence, reason: FinishReason) -> RequestOutput:
         """A sequence is through; so is its request, if it was the last one."""
-        sequence.stream.close()
+        self._drop(sequence, reason)
+        return sequence.last_output(reason)
+
+    def _drop(self, sequence: LiveSequence, reason: FinishReason) -> None:
         self._scheduler.end(sequence.request.id, reason)
         self._forget(sequence)
-        return sequence.output(reason)
 
     def _forget(self, sequence: LiveSequence) -> None:
         owner = sequence.owner
@@ -216,7 +236,8 @@ class Engine:
         """Run one step; returns an output for each request that got a token.
 
         Without anything to compute it waits a moment for transfers. If it raises, the requests that it was to
-        compute are gone; all others go on with the next step. If planning it raised, all are gone.
+        compute are gone, their blocks are free, and all others go on with the next step. If planning it raised, all
+        are gone.
 
         Under `SchedulingRules.pipelined` the outputs are those of the step before, and the next one runs meanwhile.
         """
@@ -232,14 +253,18 @@ class Engine:
         return self._land(ran, proposing)
 
     def _plan(self) -> StepPlan:
-        """The next step. Half made, because a hook raised, it is lost, and with it all requests: any may be torn."""
+        """The next step. Half made, because planning raised, it is lost, and all requests with it: any may be torn."""
         try:
             return self._scheduler.schedule()
         except BaseException:
-            with ExitStack() as stack:
-                for request_id in self._live:
-                    stack.callback(self.abort, request_id)
+            self._abort_all(self._live)
             raise
+
+    def _abort_all(self, request_ids: Iterable[str]) -> None:
+        """End these requests, each of them whatever happens to the others."""
+        with ExitStack() as stack:
+            for request_id in request_ids:
+                stack.callback(self.abort, request_id)
 
     def _exchange(self, pipeline: Pipeline, plan: StepPlan) -> list[RequestOutput]:
         """Account for the step under way, and start the next one."""
@@ -251,7 +276,11 @@ class Engine:
                 self._fail(earlier)
             self._scheduler.cancel(plan)
             raise
-        outputs = [] if ran is None else self._land(ran, 0.0)
+        try:
+            outputs = [] if ran is None else self._land(ran, 0.0)
+        except BaseException:
+            self._scheduler.cancel(plan)
+            raise
         pipeline.start(plan)
         return outputs
 
@@ -263,25 +292,33 @@ class Engine:
         return Ran(plan, sampled, self._runner.end(plan.transfers), seconds)
 
     def _land(self, ran: Ran, proposing: float) -> list[RequestOutput]:
-        """What a step brought goes to its requests; `proposing`: seconds that its guesses took."""
+        """What a step brought goes to its requests, or they end; `proposing`: seconds that its guesses took."""
+        try:
+            return self._account(ran, proposing)
+        except BaseException:
+            self._end_failed(ran.plan, ran.results)
+            raise
+
+    def _account(self, ran: Ran, proposing: float) -> list[RequestOutput]:
         plan, sampled = ran.plan, ran.sampled
         self._observe(plan, ran.seconds)
         self._learn(plan, sampled, proposing + ran.seconds)
-        self._scheduler.update(plan, sampled, ran.results)
+        void = self._scheduler.update(plan, sampled, ran.results)
+        landed = [
+            (plan.requests[at], result)
+            for at, result in zip(plan.samples, sampled, strict=True)
+            if plan.requests[at].id not in void
+        ]
         for request in plan.requests:
             if request.id not in self._sequences:
                 self._runner.forget(request.id)  # it ended while the step was under way
         if not plan.requests:
             time.sleep(_IDLE_SECONDS)
-        for at in plan.samples:
-            sequence = self._sequences.get(plan.requests[at].id)
+        for request, _ in landed:
+            sequence = self._sequences.get(request.id)
             if sequence is not None:
                 self._fork(sequence.owner)
-        return [
-            output
-            for at, result in zip(plan.samples, sampled, strict=True)
-            for output in self._advance(plan.requests[at], result)
-        ]
+        return [output for request, result in landed for output in self._advance(request, result)]
 
     def _fork(self, live: LiveRequest) -> None:
         """The prompt's KV is there: the sequences that wait for it share it from now on."""
@@ -293,15 +330,22 @@ class Engine:
             live.unforked = []
 
     def _fail(self, plan: StepPlan) -> None:
-        sequences = [self._sequences[request.id] for request in plan.requests if request.id in self._sequences]
-        failed = {sequence.owner.id for sequence in sequences}
-        results = TransferResults(failed=dict.fromkeys(plan.transfers.saves, 0))
+        transfers = plan.transfers
+        jobs = (*transfers.loads, *transfers.saves, *transfers.evacuations)
+        results = TransferResults(failed=dict.fromkeys(jobs, 0))
         try:
-            results = self._runner.cancel(plan.transfers)
+            results = self._runner.cancel(transfers)
         finally:
+            self._end_failed(plan, results)
+
+    def _end_failed(self, plan: StepPlan, results: TransferResults) -> None:
+        """The requests of a step that failed are gone, with all their sequences."""
+        sequences = [self._sequences[request.id] for request in plan.requests if request.id in self._sequences]
+        failed = dict.fromkeys(sequence.owner.id for sequence in sequences)
+        try:
             self._scheduler.fail(plan, results)
-            for request_id in failed:
-                self.abort(request_id)
+        finally:
+            self._abort_all(failed)
 
     def _propose(self) -> float:
         """Seconds that the guesses for this step took."""
@@ -325,7 +369,7 @@ class Engine:
     def _observe(self, plan: StepPlan, seconds: float) -> None:
         # Without a sampled token nobody waited for the device, and a decode's time says little about prefill.
         prefill = plan.samples and all(span.stop - span.start > 1 for span in plan.step.spans)
-        if self._hook is not None and prefill:
+        if self._hook is not None and prefill and not plan.arriving:
             attended = sum((span.stop**2 - span.start**2) // 2 for span in plan.step.spans)
             self._hook.observe_prefill(plan.num_tokens, seconds, attended)
 
@@ -395,6 +439,7 @@ class Engine:
         return EngineStats(
             steps=counters.steps,
             waiting=scheduler.num_waiting,
+            swapped=scheduler.num_swapped,
             loading=scheduler.num_loading,
             running=scheduler.num_running,
             preemptions=counters.preemptions,
@@ -406,6 +451,7 @@ class Engine:
             accepted_tokens=0 if self._speculation is None else self._speculation.accepted,
             num_blocks=self._blocks.num_blocks,
             free_blocks=self._blocks.free_blocks,
+            hook_errors=0 if self._hook is None else self._hook.errors,
             kv_waste=(counters.slots_held - counters.slots_reached) / held,
             kv_waste_total=(counters.slots_held - counters.slots_used) / held,
         )
@@ -420,7 +466,8 @@ def pool_size(model: LoadedModel, options: EngineOptions) -> tuple[int, int]:
     """
     layout = model.model.layout(options.block_size)
     blocks = options.num_blocks or DevicePool.blocks_in(layout, options.memory_bytes or 0)
-    most = min(model.config.max_positions, blocks * options.block_size)
+    held = most_blocks(model.config.max_positions, 1, options.block_size, layout.groups[0].window)
+    most = model.config.max_positions if held <= blocks else blocks * options.block_size
     if options.max_model_len is not None and options.max_model_len > most:
         raise ConfigError(
             f"max_model_len={options.max_model_len}: the model takes {model.config.max_positions} tokens and the "

@@ -120,7 +120,8 @@ class EngineStats:
 
     Args:
         steps: steps with something to compute.
-        waiting: requests without device blocks.
+        waiting: requests without device blocks, swapped ones included.
+        swapped: those that lost theirs and whose KV is kept in other tiers, or on its way there.
         loading: requests whose KV is on its way into device memory.
         running: requests that compute.
         preemptions: times that a running request lost its blocks.
@@ -132,6 +133,7 @@ class EngineStats:
         accepted_tokens: those that were right.
         num_blocks: blocks of the device pool.
         free_blocks: those that no request holds, cached ones included.
+        hook_errors: what the hook raised; each one counts as a miss.
         kv_waste: of the token slots that requests held, averaged over all steps: the share without a token, beyond
             the last block of each sequence that has one.
         kv_waste_total: the same share, the rest of the last block included.
@@ -139,6 +141,7 @@ class EngineStats:
 
     steps: int
     waiting: int
+    swapped: int
     loading: int
     running: int
     preemptions: int
@@ -150,5 +153,6 @@ class EngineStats:
     accepted_tokens: int
     num_blocks: int
     free_blocks: int
+    hook_errors: int
     kv_waste: float
     kv_waste_total: float

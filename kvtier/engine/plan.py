@@ -1,6 +1,6 @@
 """StepPlan: what one step computes, and the draft that the scheduler's phases fill in."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvtier.engine.latency import StepWork
@@ -25,6 +25,8 @@ class StepPlan:
             of draft tokens follow the row of that token in the same span.
         copies: device blocks to copy before anything is computed (copy-on-write).
         transfers: what the worker hook is to move around this step; empty without a hook.
+        arriving: id of a request that this step computes from KV that it also loads -> tokens that are to be there
+            then. Where they are not, what was computed for it is void.
     """
 
     step: Step
@@ -32,6 +34,7 @@ class StepPlan:
     samples: tuple[int, ...]
     copies: tuple[BlockCopy, ...]
     transfers: TransferPlan
+    arriving: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -66,6 +69,7 @@ class Draft:
     withdrawn: bool = False
     _shares: dict[str, _Share] = field(default_factory=dict)
     _arriving: set[int] = field(default_factory=set)
+    _overlapped: dict[str, int] = field(default_factory=dict)
 
     def compute(self, request: Request, stop: int, copies: list[BlockCopy]) -> None:
         """Compute the request's tokens up to `stop`, after copying blocks."""
@@ -76,6 +80,10 @@ class Draft:
         """A load may write to these blocks from now on."""
         self._arriving.update(block_ids)
 
+    def overlap(self, request: Request, stop: int) -> None:
+        """The request's tokens up to `stop` are loaded while it is computed."""
+        self._overlapped[request.id] = stop
+
     def withdraw(self, request: Request) -> list[int]:
         """The request loses its blocks: what was planned for it is off.
 
@@ -84,6 +92,7 @@ class Draft:
         """
         self.withdrawn = True
         share = self._shares.pop(request.id, None)
+        self._overlapped.pop(request.id, None)
         originals: dict[int, int] = {}
         if share is not None:
             self.budget += share.stop - share.start
@@ -129,4 +138,5 @@ class Draft:
             ),
             copies=tuple(copy for share in shares for copy in share.copies),
             transfers=transfers,
+            arriving=dict(self._overlapped),
         )

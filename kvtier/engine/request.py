@@ -1,11 +1,11 @@
 """Request: one sequence's tokens, blocks and state. States change here and nowhere else.
 
 WAITING -> LOADING -> RUNNING -> FINISHED
-WAITING -> RUNNING                              nothing to load
+WAITING -> RUNNING                              nothing to load, or within the step
 RUNNING -> WAITING                              preempted, to start over
 RUNNING -> SWAPPING_OUT -> SWAPPED              preempted, to go on where it was
 SWAPPED -> LOADING -> RUNNING                   and so it does
-SWAPPED -> RUNNING                              the device still holds all that could be kept
+SWAPPED -> RUNNING                              likewise, or the device still holds all that could be kept
 WAITING, SWAPPING_OUT -> FINISHED               with the last token of a step that was under way
 WAITING, SWAPPING_OUT, SWAPPED -> FINISHED      a beam that no other one continues
 any but FINISHED -> ABORTED
@@ -90,6 +90,7 @@ class Request:
         "_chain",
         "_chained",
         "_extras",
+        "bereft",
         "birth",
         "counts",
         "drafts",
@@ -97,6 +98,7 @@ class Request:
         "guessing",
         "hints",
         "id",
+        "loading_from",
         "max_tokens",
         "metrics",
         "num_computed",
@@ -160,6 +162,7 @@ class Request:
         self.overtaken = 0  # by how many, since it did not fit
         self.offered = 0  # tokens, by the hook, at its latest look-up
         self.resumed = 0  # the step that gave it blocks
+        self.bereft = -1  # the step that took them
         self.pending = 0
         self.guessing = False
 
@@ -185,6 +188,8 @@ class Request:
         self.published = 0
         self.exact = True
         self.drafts: tuple[int, ...] = ()
+        # While the step under way also loads KV that it computes from: tokens whose KV was there before.
+        self.loading_from: int | None = None
 
     @property
     def chain(self) -> Sequence[bytes]:
@@ -215,9 +220,10 @@ class Request:
     def plannable(self) -> bool:
         """Whether the next step may compute it, while others are under way.
 
-        Not where those decide more than one token, or which one: drafts are verified, beams chosen among.
+        Not where those decide more than one token, or which one, or none: drafts are verified, beams chosen among,
+        loads may fail.
         """
-        unknown = self.guessing or (self.pending > 0 and self.params.beam_width > 0)
+        unknown = self.guessing or (self.pending > 0 and self.params.beam_width > 0) or self.loading_from is not None
         return self.ahead > 0 and not unknown and len(self.tokens) + self.pending < self.max_tokens
 
     @property
@@ -317,6 +323,24 @@ class Request:
         self._move(State.RUNNING)
         self._take(table, device_tokens, exact=exact)
 
+    def start_overlapped(self, table: BlockTable, device_tokens: int, stop: int, *, exact: bool) -> None:
+        """WAITING, SWAPPED -> RUNNING: tokens [device_tokens, stop) come with the step that computes the next ones."""
+        self._move(State.RUNNING)
+        self._take(table, stop, exact=exact)
+        self.published = device_tokens // self._block_size
+        self.loading_from = device_tokens
+
+    def settle_load(self, good_tokens: int, *, exact: bool) -> None:
+        """What a step was to load has ended; before anything else that it brought is accounted for."""
+        self.loading_from = None
+        self.exact = self.exact and exact
+        if good_tokens < self.num_computed:
+            self._go_back(good_tokens)
+
+    def _go_back(self, good_tokens: int) -> None:
+        self.num_computed = self.reach = good_tokens
+        self.published = min(self.published, good_tokens // self._block_size)
+
     def _take(self, table: BlockTable, device_tokens: int, *, exact: bool) -> None:
         self.table = table
         self.exact = exact
@@ -327,7 +351,7 @@ class Request:
         """LOADING -> RUNNING: KV of the first `good_tokens` tokens is there, the rest is to be computed."""
         self._move(State.RUNNING)
         self.exact = self.exact and (exact or good_tokens == self.num_computed)
-        self.num_computed = self.reach = good_tokens
+        self._go_back(good_tokens)
 
     def preempt(self) -> BlockTable:
         """RUNNING -> WAITING: gives up its blocks, to start over; returns them."""

@@ -33,16 +33,20 @@ class Room:
             if behind:
                 self.preempt(max(behind, key=self._key), draft)
                 continue
-            if not (books.loading or books.held):
+            if not (books.loading or books.held or self._sheds(request)):
                 self.preempt(request, draft)
             # Otherwise blocks come back without anyone losing work: it pauses.
             return False
         return True
 
+    def _sheds(self, request: Request) -> bool:
+        """Whether blocks fall behind the request's window once a step under way has ended."""
+        return self._books.pool.window is not None and request.reach > request.num_computed
+
     def displace(self, givers: list[Request], blocks: int, draft: Draft) -> bool:
         """Preempt `givers` until there are `blocks` and a place; False, and nobody, if they have not enough."""
         books = self._books
-        held = Counter(block for other in givers for block in other.blocks.ids)
+        held = Counter(block for other in givers for block in other.blocks.held)
         # What they share among themselves, as beams do, comes free with the last of them.
         freeable = sum(books.pool.references(block) == holders for block, holders in held.items())
         if not givers or blocks > books.pool.free_blocks + freeable:
@@ -64,10 +68,11 @@ class Room:
         books = self._books
         if stuck:
             return list(books.running)
-        return [other for other in books.running if self._is_worse(other, request)] if books.order.classes else []
+        return [other for other in books.running if self.is_worse(other, request)] if books.order.classes else []
 
     @staticmethod
-    def _is_worse(other: Request, request: Request) -> bool:
+    def is_worse(other: Request, request: Request) -> bool:
+        """Whether the other one gives way to a request that waits."""
         # By rank as well: who has waited long is not put back by newcomers of whatever class.
         return other.params.priority > request.params.priority and other.rank > request.rank
 
@@ -80,6 +85,7 @@ class Room:
         books = self._books
         ids = draft.withdraw(request)
         books.running.remove(request)
+        request.bereft = books.step
         request.metrics.preemptions += 1
         books.counters.preemptions += 1
         if self._keeps(request, ids):
@@ -93,6 +99,8 @@ class Room:
         hook, rule = self._books.hook, self._books.rules.preemption
         # Who wants scores of the prompt must see all of it in one life.
         if hook is None or rule == "recompute" or request.reach == 0 or request.to_be_scored:
+            return False
+        if request.loading_from is not None:  # what it holds is not there yet
             return False
         blocks = -(-request.reach // self._books.pool.block_size)
         return hook.swap_out(request, block_ids[:blocks], request.reach, exact=request.exact, forced=rule == "swap")

@@ -36,6 +36,8 @@ class SchedulingRules:
             give way.
         prefetch_ahead: waiting requests whose KV is brought closer meanwhile.
         pipelined: plan the next step while one is running.
+        overlap_loads: a request whose KV is copied into the device within the time of a step is computed in that very
+            step, layer by layer behind the copy. If the copy fails, what was computed is dropped.
 
     Raises:
         ConfigError: a value is out of range.
@@ -49,6 +51,7 @@ class SchedulingRules:
     residency: int = 16
     prefetch_ahead: int = 4
     pipelined: bool = False
+    overlap_loads: bool = False
 
     def __post_init__(self) -> None:
         for name, names in (("order", OrderName), ("victims", VictimName), ("preemption", Preemption)):
@@ -75,4 +78,5 @@ class SchedulingRules:
             residency=settings.residency,
             prefetch_ahead=settings.prefetch_ahead,
             pipelined=settings.pipelined,
+            overlap_loads=settings.overlap_loads,
         )

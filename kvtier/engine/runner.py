@@ -1,6 +1,6 @@
 """Runner: a step plan becomes tensors, a forward pass, sampled tokens. The engine's only room for torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -15,7 +15,7 @@ from kvtier.gpu.attention import make_attention
 from kvtier.gpu.graphs import make_decode_graphs
 from kvtier.gpu.sparse import SparseAttention, SparseSpan
 from kvtier.gpu.storage import DevicePool
-from kvtier.hooks import TransferPlan, TransferResults, WorkerHook
+from kvtier.hooks import StepSpan, TransferPlan, TransferResults, WorkerHook
 
 __all__ = ["Runner"]
 
@@ -82,7 +82,7 @@ class Runner:
 
     def compute(self, plan: StepPlan) -> list[Sampled]:
         """The step; returns what was sampled for each of `plan.samples`."""
-        spans = plan.step.spans
+        spans = self._pool.with_rows(plan.step.spans)
         if not spans:
             return []
         with torch.inference_mode():
@@ -101,7 +101,7 @@ class Runner:
             if self._graphs is not None and lone and not plan.transfers.overlapped and not sparse:
                 logits = self._graphs.run(spans, tokens)
             if logits is None:
-                self._plan_attention(plan, sparse=sparse)
+                self._plan_attention(plan, spans, sparse=sparse)
                 logits = self._model.forward(
                     self._tensor(tokens), self._tensor(positions), self._attend, self._tensor(wanted)
                 )
@@ -127,14 +127,14 @@ class Runner:
             self._worker.wait_layer(layer)
         return self._attending(layer, q, *kv)
 
-    def _plan_attention(self, plan: StepPlan, *, sparse: bool) -> None:
+    def _plan_attention(self, plan: StepPlan, spans: Sequence[StepSpan], *, sparse: bool) -> None:
         if not sparse:
-            self._attention.plan(plan.step.spans)
+            self._attention.plan(spans)
             self._attending = self._attention
             return
         asked = [SparseSpan(request.id, request.params.sparse, request.prompt_len) for request in plan.requests]
         attention = self.allow_sparse()
-        attention.plan(plan.step.spans, asked)
+        attention.plan(spans, asked)
         self._attending = attention
 
     def allow_sparse(self) -> SparseAttention:

@@ -25,7 +25,7 @@ from kvtier.engine.rules import SchedulingRules
 from kvtier.engine.victims import make_victims
 from kvtier.errors import RequestError
 from kvtier.gpu.pool import BlockPool
-from kvtier.hooks import FinishReason, SchedulerHook, TransferPlan, TransferResults
+from kvtier.hooks import Completed, FinishReason, SchedulerHook, TransferPlan, TransferResults
 
 __all__ = ["Counters", "Scheduler"]
 
@@ -75,7 +75,7 @@ class Scheduler:
         )
         self._books = Books(pool, rules, max_running, hook, clock, order, steps, loads, WaitingQueue(order))
         self._room = Room(self._books, make_victims(rules.victims, pool, steps, loads, clock))
-        self._admission = Admission(self._books, self._room)
+        self._admission = Admission(self._books, self._room, token_budget)
         self._pool = pool
         self._token_budget = token_budget
         self._arrivals = count()
@@ -135,11 +135,11 @@ class Scheduler:
     def _register(self, request: Request) -> None:
         if request.id in self._requests:
             raise RequestError(f"request id {request.id!r} is in use; ids are unique")
-        capacity = self._pool.num_blocks * self._pool.block_size
-        if request.max_tokens > capacity:
+        wanted = self._pool.most_blocks(request.max_tokens, 1)
+        if wanted > self._pool.num_blocks:
             raise RequestError(
-                f"request {request.id!r} may grow to {request.max_tokens} tokens, the device pool holds {capacity}: "
-                f"shorten it, or give the engine more blocks"
+                f"request {request.id!r} may grow to {request.max_tokens} tokens, which takes {wanted} blocks, the "
+                f"device pool has {self._pool.num_blocks}: shorten it, or give the engine more blocks"
             )
         request.metrics.arrival = self._books.clock()
         request.birth = next(self._arrivals)
@@ -174,7 +174,7 @@ class Scheduler:
         """
         self._register(child)
         child.order = parent.order
-        if parent.state is not State.RUNNING:
+        if parent.state is not State.RUNNING or parent.loading_from is not None:
             self._books.waiting.add(child)
             return
         child.rank = (*parent.rank[:2], child.birth)
@@ -208,12 +208,14 @@ class Scheduler:
             request.launch(span.stop, samples=at in samples)
         return plan
 
-    def _absorb_transfers(self) -> None:
+    def _absorb_transfers(self) -> Completed:
         hook = self._books.hook
         if hook is None:
-            return
+            return Completed()
         results, self._results = self._results, TransferResults()
-        completed = hook.completed(results)
+        return self._absorb(hook.completed(results))
+
+    def _absorb(self, completed: Completed) -> Completed:
         for request_id, (tokens, exact) in completed.loaded.items():
             loading = self._books.loading.pop(request_id, None)
             if loading is not None:
@@ -224,21 +226,34 @@ class Scheduler:
                 request.finish_swap()
         for request_id in completed.released:
             self._books.let_go(request_id)
+        return completed
 
     def _end_load(self, loading: Loading, tokens: int, *, exact: bool) -> None:
-        request, size = loading.request, self._pool.block_size
+        request = loading.request
         before, seconds = request.num_computed, self._books.clock() - loading.since
-        arrived = loading.stop if tokens >= loading.stop else tokens // size * size
-        good = max(before, arrived)
+        good = self._good(request, tokens, loading.stop)
         request.finish_loading(good, exact=exact)
         # What was allocated for blocks that did not arrive goes back: others may need it before this one does.
         request.blocks.truncate(good)
-        request.metrics.loaded_tokens += good - before
-        request.metrics.load_seconds += seconds
-        self._books.counters.loaded += good - before
-        self._books.loads.observe(good - before, seconds)
+        self._count_loaded(request, max(0, good - before), seconds)
         self._books.publish(request)
         self._books.run(request)
+
+    def _good(self, request: Request, tokens: int, stop: int) -> int:
+        """From which token a request goes on that was to be loaded up to `stop`, of which `tokens` are good."""
+        if tokens >= stop:
+            return stop
+        if request.blocks.gone:
+            # What is before the window of the failed load is not there, and so there is nothing to go on from.
+            return 0
+        before = request.num_computed if request.loading_from is None else request.loading_from
+        return max(before, tokens // self._pool.block_size * self._pool.block_size)
+
+    def _count_loaded(self, request: Request, tokens: int, seconds: float) -> None:
+        request.metrics.loaded_tokens += tokens
+        request.metrics.load_seconds += seconds
+        self._books.counters.loaded += tokens
+        self._books.loads.observe(tokens, seconds)
 
     def _plan_decodes(self, draft: Draft) -> None:
         for request in [request for request in self._books.running if request.plannable and request.ahead == 1]:
@@ -289,8 +304,8 @@ class Scheduler:
 
     # ---- after the step
 
-    def update(self, plan: StepPlan, sampled: Sequence[Sampled], results: TransferResults) -> None:
-        """The step was run.
+    def update(self, plan: StepPlan, sampled: Sequence[Sampled], results: TransferResults) -> frozenset[str]:
+        """The step was run; returns the requests for which it was to no avail, because a load failed within it.
 
         Args:
             plan: of the earliest `schedule` that was not followed by this.
@@ -298,13 +313,16 @@ class Scheduler:
             results: what the worker hook reported at its end.
         """
         self._results = results
+        began = self._under_way[plan.step.index][1]
         now = self._measure(plan)
+        void = self._settle_loads(plan, now - began)
         for request, span in zip(plan.requests, plan.step.spans, strict=True):
-            request.advance(span.stop)
             self.counters.computed += span.stop - span.start
+            if request.id not in void:
+                request.advance(span.stop)
         for at, result in zip(plan.samples, sampled, strict=True):
             plan.requests[at].land()
-            if plan.requests[at].id in self._requests:
+            if plan.requests[at].id in self._requests and plan.requests[at].id not in void:
                 plan.requests[at].append(result.tokens, now)
         for request in plan.requests:
             if request.state is State.RUNNING:
@@ -312,7 +330,28 @@ class Scheduler:
                     # Blocks that held nothing but drafts that were wrong.
                     request.blocks.truncate(request.reach)
                 self._books.publish(request)
+                request.blocks.leave_behind(request.num_computed)
         self._count_slots()
+        return void
+
+    def _settle_loads(self, plan: StepPlan, seconds: float) -> frozenset[str]:
+        """What the step was to load while it computed from it: who computed from nothing, and goes back."""
+        if not plan.arriving:
+            return frozenset()
+        loaded, void = self._absorb_transfers().loaded, set()
+        for request_id, stop in plan.arriving.items():
+            request, (tokens, exact) = self._requests.get(request_id), loaded.get(request_id, (0, True))
+            if tokens < stop:
+                void.add(request_id)
+            if request is None or request.loading_from is None:
+                void.add(request_id)  # it has ended or lost its blocks meanwhile
+                continue
+            before, good = request.loading_from, self._good(request, tokens, stop)
+            request.settle_load(good, exact=exact or good == before)
+            if good < stop:
+                request.blocks.truncate(good)
+            self._count_loaded(request, max(0, good - before), seconds)
+        return frozenset(void)
 
     def fail(self, plan: StepPlan, results: TransferResults) -> None:
         """The step could not be run: its requests end, all others go on with the next step."""
@@ -348,6 +387,7 @@ class Scheduler:
         tokens = [(request, request.num_computed) for request in self._books.running]
         tokens += [(loading.request, loading.stop) for loading in self._books.loading.values()]
         for request, used in tokens:
-            counters.slots_held += request.blocks.capacity_tokens
-            counters.slots_reached += -(-used // size) * size
-            counters.slots_used += used
+            gone = request.blocks.gone * size
+            counters.slots_held += request.blocks.capacity_tokens - gone
+            counters.slots_reached += -(-used // size) * size - gone
+            counters.slots_used += used - gone

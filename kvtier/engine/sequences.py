@@ -31,6 +31,11 @@ class LiveSequence:
     index: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
+    def last_output(self, reason: FinishReason) -> RequestOutput:
+        """All there will be."""
+        self.stream.close()
+        return self.output(reason)
+
     def output(self, reason: FinishReason | None) -> RequestOutput:
         """What there is now; `reason` if that is all."""
         request, params, delta = self.request, self.request.params, self.stream.take()

@@ -40,7 +40,7 @@ class _Victims:
 
     def cost(self, request: Request) -> tuple[float, float]:
         """Most blocks freed per second of bringing them back; blocks that others share free nothing."""
-        freed = sum(self.pool.references(block) == 1 for block in request.blocks.ids)
+        freed = sum(self.pool.references(block) == 1 for block in request.blocks.held)
         known = [self.steps.prefill_seconds(request.reach), self.loads.seconds(request.reach)]
         seconds = min((cost for cost in known if cost > 0), default=float(request.reach))
         return (freed / max(seconds, 1e-9), request.birth)

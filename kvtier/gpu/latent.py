@@ -59,9 +59,7 @@ class LatentAttention:
         self._num_heads = num_heads
         self._scale = scale
         self._latent, self._width = group.head_dim, group.head_dim + group.rope_dim
-        self._geometry = Geometry(
-            pool.blocks.num_blocks, len(group.layers), 1, pool.layout.block_size, pool.device, planes=1
-        )
+        self._geometry = Geometry(len(pool.tensor), len(group.layers), 1, pool.layout.block_size, pool.device, planes=1)
         self._tuning = _tuning(pool, num_heads)
         # Cutting off the rows before a layer's first one makes layer 0's indices its own.
         self._block_rows = pool.tensor.view(-1, pool.layout.block_size * self._width)

@@ -65,7 +65,7 @@ class PagedAttention:
         self._windows = tuple(windows) or (None,) * len(group.layers)
         self._queries_per_head = num_heads // group.kv_heads
         self._geometry = Geometry(
-            pool.blocks.num_blocks, len(group.layers), group.kv_heads, pool.layout.block_size, pool.device
+            len(pool.tensor), len(group.layers), group.kv_heads, pool.layout.block_size, pool.device
         )
         self._tuning = _tuning(pool)
         # Cutting off the rows before a layer's first one makes layer 0's indices its own.

@@ -11,37 +11,69 @@ The free list starts with the blocks that have no name; the named ones follow, l
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from kvtier.errors import CapacityError, KVTierError, LeaseError
 from kvtier.gpu.free_list import FreeList
+from kvtier.gpu.windows import blocks_behind, most_blocks
+from kvtier.hooks import NO_BLOCK
 
-__all__ = ["BlockPool"]
+__all__ = ["BlockPool", "PoolListener"]
+
+
+class PoolListener(Protocol):
+    """Hears which names the pool's blocks have. Called in the engine's thread: it must return at once."""
+
+    def named(self, keys: Sequence[bytes], parent: bytes | None, tokens: Sequence[int]) -> None:
+        """Consecutive blocks of one chain have names now. By the engine, which knows the tokens: the pool does not.
+
+        Args:
+            keys: chain keys.
+            parent: of the first one, None for the beginning of a chain.
+            tokens: of all of them.
+        """
+        ...
+
+    def unnamed(self, keys: Sequence[bytes]) -> None:
+        """Blocks of these chain keys are not to be found any more."""
+        ...
 
 
 class BlockPool:
     """Books of a device's blocks. Knows no bytes. For use from one thread.
+
+    With a `window`, nobody ever reads further back than that, so that a sequence goes on from the blocks of its last
+    window alone: whatever stands before them in a block table is `NO_BLOCK`. After the sliding-window manager of vLLM.
 
     Invariants:
         1. A block is in the free list if and only if nobody references it.
         2. A name belongs to one block, and a block has at most one name.
         3. Named blocks come after all others in the free list.
 
+    Attributes:
+        listener: told which names there are, if somebody wants to know.
+
     Args:
         num_blocks: blocks of the device, at least 1; their ids are 0..num_blocks-1.
         block_size: tokens per block, at least 1.
+        window: how many tokens up to its own one a token attends to, in all layers; None: to all.
 
     Raises:
-        CapacityError: either is less than 1.
+        CapacityError: one of them is less than 1.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, window: int | None = None) -> None:
         if min(num_blocks, block_size) < 1:
             raise CapacityError(
                 f"device pool of {num_blocks} blocks of {block_size} tokens: expected at least 1 of each; "
                 f"give it more memory"
             )
+        if window is not None and window < 1:
+            raise CapacityError(f"a sliding window of {window} tokens: expected at least 1, or None")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.window = window
+        self.listener: PoolListener | None = None
         self._references = [0] * num_blocks
         self._free = FreeList(num_blocks)
         self._names: list[bytes | None] = [None] * num_blocks
@@ -96,7 +128,7 @@ class BlockPool:
         taken = [self._free.pop_first() for _ in range(count)]
         for block_id in taken:
             self._references[block_id] = 1
-            self._unname(block_id)
+        self._unname_all(taken)
         return taken
 
     def retain(self, block_ids: Sequence[int]) -> None:
@@ -129,7 +161,7 @@ class BlockPool:
 
     # ---- names
 
-    def publish(self, block_id: int, key: bytes, exact: bool) -> None:  # noqa: FBT001
+    def publish(self, block_id: int, key: bytes, exact: bool) -> bool:  # noqa: FBT001
         """Name a full block by its chain key, so that `match` finds it. Its content must not change from now on.
 
         If another block has that name already, it keeps it, unless that one is not exact and this one is.
@@ -139,6 +171,9 @@ class BlockPool:
             block_id: a block that the caller references.
             key: chain key.
             exact: the block, and all KV that it was computed from, are lossless.
+
+        Returns:
+            Whether no block had this name before.
 
         Raises:
             LeaseError: nobody references the block, or it has another name. Nothing was changed.
@@ -152,7 +187,7 @@ class BlockPool:
         holder = self._published.get(key)
         if holder is not None:
             if holder == block_id or self._exact[holder] or not exact:
-                return
+                return False
             self._unname(holder)
             if self._references[holder] == 0:
                 self._free.remove(holder)
@@ -160,39 +195,65 @@ class BlockPool:
         self._published[key] = block_id
         self._names[block_id] = key
         self._exact[block_id] = exact
+        return holder is None
 
     def match(self, keys: Sequence[bytes], *, exact: bool = True) -> list[int]:
         """The longest leading run of published blocks, each with one more reference, which is the caller's.
+
+        With a window only its last ones have to be there; `NO_BLOCK` stands for the others.
 
         Args:
             keys: chain keys, in order.
             exact: take exact blocks only.
         """
-        found = []
-        for key in keys:
-            block_id = self._published.get(key)
-            if block_id is None or (exact and not self._exact[block_id]):
-                break
+        count = self.leading(keys, exact=exact)
+        behind = self.behind(count * self.block_size + 1)
+        found = [self._published[key] for key in keys[behind:count]]
+        for block_id in found:
             if self._references[block_id] == 0:
                 self._free.remove(block_id)
             self._references[block_id] += 1
-            found.append(block_id)
-        return found
+        return [NO_BLOCK] * behind + found
 
     def leading(self, keys: Sequence[bytes], *, exact: bool = True) -> int:
         """How many blocks `match` would find; takes no reference."""
-        for count, key in enumerate(keys):
-            block_id = self._published.get(key)
-            if block_id is None or (exact and not self._exact[block_id]):
-                return count
-        return len(keys)
+        if self.window is None:
+            return next((at for at, key in enumerate(keys) if not self._is_there(key, exact)), len(keys))
+        # From the end, where most is gained: the first place before which nothing is missing that would be read.
+        stop, at = len(keys), len(keys)
+        while at > self.behind(stop * self.block_size + 1):
+            at -= 1
+            if not self._is_there(keys[at], exact):
+                stop = at
+        return stop
+
+    def _is_there(self, key: bytes, exact: bool) -> bool:  # noqa: FBT001
+        block_id = self._published.get(key)
+        return block_id is not None and (not exact or bool(self._exact[block_id]))
+
+    # ---- windows
+
+    def behind(self, num_tokens: int) -> int:
+        """Leading blocks that the last one of so many tokens, and all after it, do not attend to."""
+        return blocks_behind(num_tokens, self.block_size, self.window)
+
+    def most_blocks(self, num_tokens: int, new: int) -> int:
+        """Blocks that a sequence of so many tokens holds at most, while up to `new` of them at a time are written."""
+        return most_blocks(num_tokens, new, self.block_size, self.window)
 
     def forget(self) -> int:
         """Drop the names of all blocks that nobody references; returns how many had one."""
         forgotten = [block_id for block_id in self._published.values() if self._references[block_id] == 0]
-        for block_id in forgotten:
-            self._unname(block_id)
+        self._unname_all(forgotten)
         return len(forgotten)
+
+    def _unname_all(self, block_ids: Sequence[int]) -> None:
+        names = [name for block_id in block_ids if (name := self._names[block_id]) is not None]
+        if names:
+            for block_id in block_ids:
+                self._unname(block_id)
+            if self.listener is not None:
+                self.listener.unnamed(names)
 
     def _unname(self, block_id: int) -> None:
         name = self._names[block_id]

@@ -3,7 +3,8 @@
 gqa    [num_blocks, layers, 2 (K, V), kv_heads, block_size, head_dim]
 mla    [num_blocks, layers, block_size, head_dim (latent) + rope_dim]
 
-Block-major: a block is one contiguous run of bytes, so that it moves in one copy.
+Block-major: a block is one contiguous run of bytes, so that it moves in one copy. Where all layers have a sliding
+window there is one block more than the books know of, the last: all zeros, it stands for whatever is behind the window.
 """
 
 import mmap
@@ -19,6 +20,7 @@ from torch import Tensor
 from kvtier.errors import CapacityError, FormatMismatch
 from kvtier.gpu.pool import BlockPool
 from kvtier.gpu.table import BlockCopy
+from kvtier.hooks import NO_BLOCK, StepSpan
 from kvtier.layout import LayerGroup, Layout
 
 __all__ = ["DevicePool"]
@@ -46,8 +48,8 @@ class DevicePool:
     def __init__(self, layout: Layout, num_blocks: int, device: torch.device | str) -> None:
         self.group = _uniform_group(layout)
         self.layout = layout
-        self.blocks = BlockPool(num_blocks, layout.block_size)
-        shape = (num_blocks, *self.group.block_shape(layout.block_size))
+        self.blocks = BlockPool(num_blocks, layout.block_size, self.group.window)
+        shape = (num_blocks + _null_blocks(layout), *self.group.block_shape(layout.block_size))
         self.tensor = _zeros(shape, getattr(torch, self.group.dtype), torch.device(device))
 
     @classmethod
@@ -63,17 +65,27 @@ class DevicePool:
             CapacityError: not one.
         """
         block_bytes = layout.block_bytes()
-        if memory_bytes < block_bytes:
+        blocks = memory_bytes // block_bytes - _null_blocks(layout)
+        if blocks < 1:
             raise CapacityError(
                 f"{memory_bytes} bytes of device memory: one block of {layout.block_size} tokens takes {block_bytes}; "
-                f"give the pool at least that"
+                f"give the pool at least {block_bytes * (1 + _null_blocks(layout))}"
             )
-        return memory_bytes // block_bytes
+        return blocks
 
     @property
     def device(self) -> torch.device:
         """Where the memory lies."""
         return self.tensor.device
+
+    def with_rows(self, spans: Sequence[StepSpan]) -> Sequence[StepSpan]:
+        """The spans with block tables that attention can read: without `NO_BLOCK`."""
+        if self.blocks.window is None:
+            return spans
+        null = len(self.tensor) - 1
+        gone = [span.block_ids.count(NO_BLOCK) for span in spans]
+        tables = [(null,) * count + span.block_ids[count:] for span, count in zip(spans, gone, strict=True)]
+        return [span._replace(block_ids=table) for span, table in zip(spans, tables, strict=True)]
 
     def as_bytes(self) -> Tensor:
         """The same memory as uint8 [num_blocks, block_bytes]."""
@@ -91,6 +103,10 @@ class DevicePool:
                 raise CapacityError(f"{copy}: expected block ids 0..{last}; ids come from this pool only")
         for src, dst in copies:
             self.tensor[dst].copy_(self.tensor[src])
+
+
+def _null_blocks(layout: Layout) -> int:
+    return int(layout.groups[0].window is not None)
 
 
 def _uniform_group(layout: Layout) -> LayerGroup:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from kvtier.errors import LeaseError
 from kvtier.gpu.pool import BlockPool
+from kvtier.hooks import NO_BLOCK
 
 __all__ = ["BlockCopy", "BlockTable"]
 
@@ -21,19 +22,22 @@ class BlockTable:
 
     tokens   [0 ............ start) [start ............ num_tokens)
               kept                   to be written
-    blocks   [b0] [b1] [b2] ... [b start // size] ... [b last]
+    blocks   [--] [b1] [b2] ... [b start // size] ... [b last]
               may be shared      one holder and no name after `extend`
+
+    Leading blocks may be gone (`NO_BLOCK`): nothing attends to them any more.
 
     Args:
         pool: where the blocks come from.
         blocks: the sequence's first blocks; the caller's references to them become the table's.
     """
 
-    __slots__ = ("_ids", "_pool")
+    __slots__ = ("_ids", "_pool", "gone")
 
     def __init__(self, pool: BlockPool, blocks: Sequence[int] = ()) -> None:
         self._pool = pool
         self._ids = list(blocks)
+        self.gone = self._ids.count(NO_BLOCK)  # leading blocks that are not there
 
     @property
     def ids(self) -> Sequence[int]:
@@ -41,8 +45,13 @@ class BlockTable:
         return self._ids
 
     @property
+    def held(self) -> Sequence[int]:
+        """Ids of the blocks that are there."""
+        return self._ids[self.gone :] if self.gone else self._ids
+
+    @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit into the blocks."""
+        """Tokens that fit into the blocks, or did as long as they were there."""
         return len(self._ids) * self._pool.block_size
 
     def missing(self, num_tokens: int, start: int) -> int:
@@ -76,14 +85,28 @@ class BlockTable:
 
     def fork(self) -> "BlockTable":
         """Another sequence with the same content so far; all blocks are shared."""
-        self._pool.retain(self._ids)
+        self._pool.retain(self.held)
         return BlockTable(self._pool, self._ids)
 
     def truncate(self, num_tokens: int) -> None:
         """Drop the blocks that hold none of the first `num_tokens` tokens."""
         keep = self._blocks_of(max(num_tokens, 0))
-        dropped = self._ids[keep:]
+        dropped = self._ids[max(keep, self.gone) :]
         del self._ids[keep:]
+        self.gone = min(self.gone, keep)
+        self._pool.release(dropped)
+
+    def leave_behind(self, num_tokens: int) -> None:
+        """Drop the blocks that the last one of so many tokens, and all after it, do not attend to.
+
+        Where the table ends before them, it goes on without blocks up to there.
+        """
+        gone = self._pool.behind(num_tokens)
+        if gone <= self.gone:
+            return
+        dropped = self._ids[self.gone : gone]
+        self._ids[:gone] = [NO_BLOCK] * gone
+        self.gone = gone
         self._pool.release(dropped)
 
     def release(self) -> None:

@@ -171,7 +171,7 @@ class Reader:
     def _drop(self, handle: NvmeHandle) -> int:
         """Drop the record that the handle stands for; 0 if it is another's by now."""
         key = handle.ref.key
-        with self._space.changing() as change:
+        with self._space.changing(reason="damaged") as change:
             record = change.ledger.get(key)
             if record is None or record.page != handle.page or record.checksum != handle.checksum:
                 return 0

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvtier.errors import TierFull
+from kvtier.events import EventLog
 from kvtier.keys import STORE_KEY_BYTES
 from kvtier.nvme.arena import Arena
 from kvtier.nvme.counting import Counts
@@ -26,6 +27,7 @@ from kvtier.nvme.ledger import Ledger, Record, State
 from kvtier.nvme.recency import Recency
 from kvtier.nvme.segments import Segments
 from kvtier.nvme.victims import Victim
+from kvtier.tiers import BlockRef
 
 __all__ = ["DROPS", "Change", "Placed", "Space"]
 
@@ -59,17 +61,23 @@ class Change:
         freed: pages of what was dropped, so far nobody's.
         doomed, removed: first pages of dropped records, not leased and leased.
         rows: recency rows that are no record's any more.
+        stored: what became a record.
     """
 
-    __slots__ = ("_holds", "_keys", "_lock", "_recency", "_writer", "doomed", "freed", "ledger", "removed", "rows")
+    __slots__ = ("_gone", "_holds", "_keys", "_lock", "_recency", "_writer", "doomed", "freed", "ledger", "removed",
+                 "rows", "stored")  # fmt: skip
 
-    def __init__(self, ledger: Ledger, holds: Holds, lock: threading.Lock, recency: Recency, writer: bytes) -> None:
+    def __init__(
+        self, ledger: Ledger, holds: Holds, lock: threading.Lock, recency: Recency, writer: bytes, *, told: bool
+    ) -> None:
         self.ledger = ledger
         self.doomed: list[int] = []
         self.freed: list[Extent] = []
         self.removed: list[int] = []
         self.rows: list[int] = []
+        self.stored: list[BlockRef] = []
         self._keys: list[bytes] = []
+        self._gone: list[tuple[int, bytes]] | None = [] if told else None
         self._holds = holds
         self._lock = lock
         self._recency = recency
@@ -93,7 +101,16 @@ class Change:
             self.ledger.hold(record.extents, self._writer)
         self.rows.append(record.row)
         self._keys.append(key)
+        if self._gone is not None:
+            self._gone.append((self.ledger.ref(key, record).ns, key))
         return True
+
+    def tell(self, events: EventLog, tier: str, reason: str) -> None:
+        """After the commit: say what it changed."""
+        # What was replaced by a better version was never away.
+        fresh = {ref.key for ref in self.stored}
+        events.removed(tier, [(ns, key) for ns, key in self._gone or () if key not in fresh], reason)
+        events.stored(tier, self.stored)
 
     def finish(self, *, keep: bool) -> None:
         """Before the commit: what was freed is free, or kept for this writer."""
@@ -119,6 +136,7 @@ class Space:
 
     Attributes:
         lock: covers `holds`.
+        events: told what this process changes, in the order of the commits, once somebody is to be.
     """
 
     def __init__(
@@ -140,6 +158,8 @@ class Space:
         self._writer = directory.writer
         self._grower = Grower(directory, index, segments, min_free_bytes, counts, self._tidy)
         self.lock = threading.Lock()
+        self.events: EventLog | None = None
+        self._telling = threading.Lock()
         self._arena = Arena()
         self._arena_pages = _ARENA_PAGES
         self._carved = self._carved_before = 0
@@ -148,16 +168,30 @@ class Space:
     # ---- changes
 
     @contextmanager
-    def changing(self, *, keep: bool = False) -> Iterator[Change]:
+    def changing(self, *, keep: bool = False, reason: str = "removed") -> Iterator[Change]:
         """A transaction that may drop records; undone as a whole by an exception.
 
         Args:
             keep: pages of dropped records go to this writer's arena.
+            reason: why they are dropped, for who follows the events.
         """
+        events = self.events
+        if events is None:
+            with self._transaction(keep=keep, told=False) as change:
+                yield change
+            return
+        # Writing transactions wait for each other anyway.
+        with self._telling:
+            with self._transaction(keep=keep, told=True) as change:
+                yield change
+            change.tell(events, self._counts.name, reason)
+
+    @contextmanager
+    def _transaction(self, *, keep: bool, told: bool) -> Iterator[Change]:
         change: Change | None = None
         try:
             with self._index.write() as ledger:
-                change = Change(ledger, self._holds, self.lock, self._recency, self._writer)
+                change = Change(ledger, self._holds, self.lock, self._recency, self._writer, told=told)
                 yield change
                 change.finish(keep=keep)
                 state = ledger.state
@@ -343,7 +377,7 @@ class Space:
             return 0
         evicted = 0
         stale: list[int] = []
-        with self.changing(keep=True) as change:
+        with self.changing(keep=True, reason="capacity") as change:
             least = min(_BATCH, max(1, change.ledger.blocks // 8))
             freed = 0
             while victims and (freed < pages or evicted < least):
@@ -432,7 +466,7 @@ class Space:
                 seen = list(islice(ledger.records(key), _SCANNED))
             hit = [item for item in seen if any(part.page < stop and part.end > start for part in item[1].extents)]
             for at in range(0, len(hit), DROPS):
-                with self.changing() as change:
+                with self.changing(reason="capacity") as change:
                     for name, record in hit[at : at + DROPS]:
                         if change.ledger.get(name) == record:
                             dropped += change.drop(name, record, spare_leased=False)
@@ -443,7 +477,7 @@ class Space:
         """Drop the records of a namespace, or all, some at a time; returns how many."""
         dropped, start = 0, bytes(STORE_KEY_BYTES)
         while start:
-            with self.changing() as change:
+            with self.changing(reason="cleared") as change:
                 page = list(islice(change.ledger.records(start), DROPS))
                 for key, record in page:
                     if ns is None or change.ledger.ref(key, record).ns == ns:

@@ -18,6 +18,7 @@ durable=True                    every commit            every commit: bytes are 
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvtier.events import EventLog
 from kvtier.hints import Hint
 from kvtier.metrics import Metrics
 from kvtier.nvme.batch import Deadlines
@@ -27,6 +28,7 @@ from kvtier.nvme.extents import PAGE
 from kvtier.nvme.io import BlockIO
 from kvtier.nvme.opening import NvmeOptions, close_directory, open_directory, sync_directory
 from kvtier.nvme.reading import Reader
+from kvtier.nvme.repairing import repair_directory
 from kvtier.nvme.space import DROPS
 from kvtier.nvme.writing import Writer
 from kvtier.tiers import (
@@ -59,7 +61,9 @@ class NvmeTier:
             than before drops what lies beyond it. The index comes on top, about 160 bytes per block.
         options: see `NvmeOptions`.
         metrics: where to count.
-        name: the tier's name in metrics and errors.
+        name: the tier's name in metrics, events and errors.
+        events: told what this process stores here and removes from now on, in the order in which it happens; what lay
+            here before, and what other processes do, is not.
 
     Raises:
         CapacityError, ConfigError, TierUnavailable: see `open_directory`.
@@ -75,11 +79,13 @@ class NvmeTier:
         *,
         metrics: Metrics | None = None,
         name: str = "nvme",
+        events: EventLog | None = None,
     ) -> None:
         options = options or NvmeOptions()
         self.name = name
         self._counts = Counts(metrics or Metrics(), name)
         self._opened = open_directory(Path(path), capacity_bytes, options, self._counts)
+        self._opened.space.events = events
         self._opened.space.start()
         self._index = self._opened.index
         self._recency = self._opened.recency
@@ -208,6 +214,13 @@ class NvmeTier:
         self._holds.require_open()
         opened = self._opened
         return check_directory(opened.directory, opened.index, opened.recency, self._blocks, verify=verify)
+
+    def repair(self) -> dict[str, int]:
+        """Drop what is damaged, take back what is leaked: see `repair_directory`. Takes as long as reading all of it.
+
+        The tier is used meanwhile.
+        """
+        return repair_directory(self._opened, self._blocks)
 
     def flush(self) -> None:
         """See `Tier.flush`: everything committed survives a power loss. What the disk refuses is counted."""

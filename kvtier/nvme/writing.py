@@ -264,7 +264,8 @@ class Writer:
             fmt, space = fmts[handle.fmt], spaces[ns]
             record = Record(handle.extents, handle.nbytes, fmt, exact, depth, space, row, parent, handle.checksum)
             ledger.insert(key, record)
-        self._recency.fill(ledger, rows, [handle.ref for handle in stored], [handle.hint for handle in stored])
+        change.stored = [handle.ref for handle in stored]
+        self._recency.fill(ledger, rows, change.stored, [handle.hint for handle in stored])
         return stored
 
     def abort(self, handles: Sequence[Handle]) -> None:

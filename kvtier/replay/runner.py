@@ -82,7 +82,7 @@ class _Run:
         keys = [ref.key for ref in refs]
         hints = None if self._hints is None else self._hints.hints(number, request)
         on_device = self._device.leading(request.blocks)
-        lease = store.acquire(keys[on_device:], _OWNER).result()
+        lease = store.acquire(keys[on_device:], _OWNER, depth=on_device).result()
         try:
             found = self._load(lease, refs[on_device:])
             reused = on_device + len(found)

@@ -9,13 +9,15 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Scope
 
 from kvtier import __version__
 from kvtier.errors import KVTierError
+from kvtier.http.access import AccessLog
 from kvtier.server.chat import ChatWriter
 from kvtier.server.completions import CompletionWriter, Echo
 from kvtier.server.errors import ApiError, as_api_error, from_http, from_validation
-from kvtier.server.guards import AccessLog, ApiKeys, BodyLimit, refusal
+from kvtier.server.guards import ApiKeys, BodyLimit, refusal
 from kvtier.server.protocol import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
 from kvtier.server.replies import Job, Reply
 from kvtier.server.sampling import chat_params, completion_params, request_hints
@@ -47,7 +49,12 @@ def make_app(served: Served, api_keys: Sequence[str] = ()) -> FastAPI:
         headers = ["Authorization", "Content-Type"]
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=headers)
     paths = frozenset(route.path for route in app.routes if isinstance(route, APIRoute))
-    app.add_middleware(AccessLog, paths=paths, answered=served.telemetry.answered)
+
+    def label(scope: Scope) -> str:
+        path: str = scope["path"]
+        return path if path in paths else "other"
+
+    app.add_middleware(AccessLog, label=label, answered=served.telemetry.answered, log="kvtier.server.access")
     return app
 
 

@@ -4,9 +4,7 @@ All of it happens while the response is sent, inside one stack of contexts: what
 error, a client that goes away, a cancelled server) aborts what runs and gives its places back.
 """
 
-import asyncio
 import json
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +14,10 @@ from starlette.types import Receive, Scope, Send
 from kvtier.engine import RequestOutput, SamplingParams
 from kvtier.errors import KVTierError
 from kvtier.hints import RequestHints
+from kvtier.http.access import note
+from kvtier.http.connection import while_connected
 from kvtier.server.errors import as_api_error
 from kvtier.server.generation import Event, Generation
-from kvtier.server.guards import note
 from kvtier.server.responses import Writer, usage_of
 from kvtier.server.served import Served
 
@@ -68,7 +67,7 @@ class Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        if not await _while_connected(receive, self._answer(scope, receive, send)):
+        if not await while_connected(receive, self._answer(scope, receive, send)):
             note(scope, disconnected=True)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,22 +140,3 @@ class Reply(Response):
 async def _send_data(send: Send, body: dict[str, Any]) -> None:
     data = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
-
-
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Run `work` to its end, or until the client goes away, which cancels it; returns whether it ended."""
-    job, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
-    try:
-        await asyncio.wait((job, gone), return_when=asyncio.FIRST_COMPLETED)
-        if job.done():
-            job.result()
-        return job.done()
-    finally:
-        job.cancel()
-        gone.cancel()
-        await asyncio.gather(job, gone, return_exceptions=True)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

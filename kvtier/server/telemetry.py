@@ -95,18 +95,25 @@ class _EngineCollector(Collector):
         gauges = {
             "running": ("Requests that compute", stats.running),
             "waiting": ("Requests without device blocks", stats.waiting),
+            "swapped": ("Those of them whose KV is kept in other tiers, or on its way there", stats.swapped),
             "loading": ("Requests whose KV is on its way into device memory", stats.loading),
             "device_blocks": ("Blocks of the device pool", stats.num_blocks),
             "device_blocks_free": ("Blocks that no request holds, cached ones included", stats.free_blocks),
             "inflight_sequences": ("Sequences that were let in and have not ended", self._admission.inflight),
+            "kv_waste": ("Share of the held token slots without a token, but in last blocks", stats.kv_waste),
+            "kv_waste_whole": ("The same share, in last blocks too", stats.kv_waste_total),
             "draining": ("1 while the server shuts down", int(self._admission.draining)),
         }
         counters = {
             "steps": ("Steps with something to compute", stats.steps),
             "preemptions": ("Times that a running request lost its blocks", stats.preemptions),
+            "swaps": ("Those times that its KV was kept in other tiers", stats.swaps),
+            "device_hit_tokens": ("Tokens whose KV was found in device memory", stats.device_hit_tokens),
+            "loaded_tokens": ("Tokens whose KV was loaded from other tiers", stats.loaded_tokens),
             "computed_tokens": ("Tokens whose KV was computed", stats.computed_tokens),
             "draft_tokens": ("Tokens that were guessed ahead and computed", stats.draft_tokens),
             "accepted_draft_tokens": ("Those that were right", stats.accepted_tokens),
+            "hook_errors": ("Exceptions of the KV connector; each one counts as a miss", stats.hook_errors),
             "refused_requests": ("Requests that found no room in the queue", self._admission.refused),
         }
         for name, (text, value) in gauges.items():

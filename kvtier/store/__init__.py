@@ -5,7 +5,7 @@ from kvtier.store.lease import Lease
 from kvtier.store.options import StoreOptions
 from kvtier.store.prefetching import Prefetch
 from kvtier.store.private import PrivateObject
-from kvtier.store.results import Located, PrefetchResult, PutResult, StoreMatch
+from kvtier.store.results import Located, PrefetchResult, PutOutcome, PutResult, StoreMatch
 from kvtier.store.tiered import TieredStore
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Prefetch",
     "PrefetchResult",
     "PrivateObject",
+    "PutOutcome",
     "PutResult",
     "StoreMatch",
     "StoreOptions",

@@ -7,10 +7,12 @@ from kvtier import formats
 from kvtier.config import HostSettings, NvmeSettings, TieringSettings
 from kvtier.cpu import HostTier
 from kvtier.errors import CapacityError, ConfigError, FormatMismatch
+from kvtier.events import EventLog
 from kvtier.layout import Layout
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.policies import NextTurn, NoPrefetch, make_policy
+from kvtier.remote import RemoteTier, open_remote
 from kvtier.store.options import StoreOptions
 from kvtier.store.tiered import TieredStore
 
@@ -24,8 +26,10 @@ def open_store(
     settings: TieringSettings,
     *,
     block_bytes: int = 1,
+    host_limit: int | None = None,
     layout: Layout | None = None,
     metrics: Metrics | None = None,
+    events: EventLog | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TieredStore | None:
     """Open the configured tiers.
@@ -33,8 +37,10 @@ def open_store(
     Args:
         settings: which tiers, where, how large, and how they are used.
         block_bytes: the largest block that every tier must be able to hold.
+        host_limit: how far host can be resized at run time, where that is more than its capacity.
         layout: of the blocks that will come, so that a format that cannot take them is refused now.
         metrics: shared by the store and its tiers.
+        events: told what host and NVMe hold, as it changes.
         clock: seconds, for policies and the store.
 
     Returns:
@@ -43,7 +49,7 @@ def open_store(
     Raises:
         CapacityError: a tier is too small, or too large for this machine.
         ConfigError: an unknown policy or format, or one that makes no sense where it is.
-        TierUnavailable: the NVMe directory cannot be opened.
+        TierUnavailable: the NVMe directory cannot be opened, or the remote store refuses.
     """
     if settings.host is None:
         return None
@@ -51,12 +57,17 @@ def open_store(
     _check_capacities(settings, block_bytes)
     _check_formats(settings, layout)
     metrics = metrics or Metrics()
-    host = _open_host(settings.host, block_bytes, metrics, clock)
-    lower: list[NvmeTier] = []
+    policy = make_policy(settings.host.policy, max(settings.host.capacity // block_bytes, 1), clock)
+    limit = max(settings.host.capacity, host_limit or 0)
+    host = HostTier(settings.host.capacity, policy=policy, metrics=metrics, events=events, limit_bytes=limit)
+    lower: list[NvmeTier | RemoteTier] = []
     try:
         if settings.nvme is not None:
-            lower.append(_open_nvme(settings.nvme, metrics))
-        return TieredStore(host, lower, metrics=metrics, options=_options(settings, settings.host), clock=clock)
+            lower.append(_open_nvme(settings.nvme, metrics, events))
+        if settings.remote is not None:
+            lower.append(open_remote(settings.remote, metrics))
+        options = _options(settings, settings.host)
+        return TieredStore(host, lower, metrics=metrics, options=options, events=events, clock=clock)
     except BaseException:
         for tier in lower:
             tier.close()
@@ -65,13 +76,14 @@ def open_store(
 
 
 def _options(settings: TieringSettings, host: HostSettings) -> StoreOptions:
-    nvme = settings.nvme
-    chosen = {"host": host.format} if nvme is None else {"host": host.format, "nvme": nvme.format}
+    nvme, remote = settings.nvme, settings.remote
+    lower = {"nvme": nvme, "remote": remote}
+    rules = [tier.write for tier in (nvme, remote) if tier is not None and tier.write is not None]
     return StoreOptions(
         accept_lossy=settings.accept_lossy,
-        formats=chosen,
+        formats={"host": host.format} | {name: tier.format for name, tier in lower.items() if tier is not None},
         writeback_bytes=max(host.capacity // _WRITEBACK_SHARE, 1),
-        write_rule="through" if nvme is None else nvme.write,
+        write_rule=rules[0] if rules else "through",
         write_budget=None if nvme is None else nvme.write_budget,
         load_deadline=settings.load_deadline,
         prefetch=NextTurn() if settings.prefetch == "next_turn" else NoPrefetch(),
@@ -88,7 +100,7 @@ def _check_capacities(settings: TieringSettings, block_bytes: int) -> None:
 
 
 def _check_formats(settings: TieringSettings, layout: Layout | None) -> None:
-    for name, tier in (("host", settings.host), ("nvme", settings.nvme)):
+    for name, tier in (("host", settings.host), ("nvme", settings.nvme), ("remote", settings.remote)):
         if tier is not None and not formats.get(tier.format).exact and not settings.accept_lossy:
             raise ConfigError(
                 f"tiering.{name}.format = {tier.format!r} is lossy: nothing stored in it would ever be reused; "
@@ -113,20 +125,15 @@ def _check_layout(tier: str, format_id: str, layout: Layout) -> None:
 def _variable(format_id: str) -> ConfigError:
     return ConfigError(
         f"tiering.host.format = {format_id!r}: its blocks differ in size, and host takes fixed sizes only; "
-        "use it in tiering.nvme.format"
+        "use it in tiering.nvme.format or tiering.remote.format"
     )
 
 
-def _open_host(settings: HostSettings, block_bytes: int, metrics: Metrics, clock: Callable[[], float]) -> HostTier:
-    policy = make_policy(settings.policy, max(settings.capacity // block_bytes, 1), clock)
-    return HostTier(settings.capacity, policy=policy, metrics=metrics)
-
-
-def _open_nvme(settings: NvmeSettings, metrics: Metrics) -> NvmeTier:
+def _open_nvme(settings: NvmeSettings, metrics: Metrics, events: EventLog | None) -> NvmeTier:
     options = NvmeOptions(
         segment_bytes=settings.segment_size,
         io_threads=settings.io_threads,
         min_free_bytes=settings.min_free,
         durable=settings.durable,
     )
-    return NvmeTier(settings.path, settings.capacity, options, metrics=metrics)
+    return NvmeTier(settings.path, settings.capacity, options, metrics=metrics, events=events)

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.errors import FormatMismatch
-from kvtier.hints import Hint
+from kvtier.hints import NO_HINT, Hint
+from kvtier.store.gateway import GatewayTier
 from kvtier.store.inflight import InFlight
 from kvtier.store.lookup import present
 from kvtier.store.port import Port
 from kvtier.store.recoding import Recoder, Target
-from kvtier.tiers import OWN_WORK, AddressableTier, BlockRef, Full, Handle, Reservation, Status
+from kvtier.store.runs import members, whole_runs
+from kvtier.tiers import OWN_WORK, BlockRef, Full, Handle, Reservation, Status, completes_run
 
 __all__ = ["Demoter"]
 
@@ -36,7 +38,7 @@ class _Block(NamedTuple):
 
 
 class Demoter:
-    """One thread that copies from `host` to one lower tier.
+    """One thread that copies from `host` to one lower tier, whole runs where the tier keeps such.
 
     Args:
         host: where the blocks are read in place, under a lease.
@@ -48,9 +50,10 @@ class Demoter:
     """
 
     def __init__(
-        self, host: AddressableTier, gate: Port, port: Port, recoder: Recoder, *, bound: int, patience: float
+        self, host: GatewayTier, gate: Port, port: Port, recoder: Recoder, *, bound: int, patience: float
     ) -> None:
         self.port = port
+        self.run = port.tier.caps.run
         self._host = host
         self._gate = gate
         self._recoder = recoder
@@ -68,27 +71,54 @@ class Demoter:
 
     # ---- the queue
 
-    def submit(self, keys: Sequence[bytes], hints: Sequence[Hint]) -> None:
-        """Queue those of `keys` that host holds, parents first; returns at once."""
+    def submit(self, refs: Sequence[BlockRef], hints: Sequence[Hint]) -> None:
+        """Queue those of `refs` that host holds, parents first, or the runs that are complete with them; at once."""
         with self._changed:
-            fresh = [at for at, key in enumerate(keys) if key not in self._queued]
+            fresh = [at for at, ref in enumerate(refs) if ref.key not in self._queued]
+        if self.run > 1:
+            self._submit_runs([refs[at] for at in fresh if completes_run(refs[at], self.run)], refs, hints)
+            return
         leased: list[tuple[Handle, Hint]] = []
-        for at in _runs(fresh):
-            wanted = [keys[place] for place in at]
+        for at in _consecutive(fresh):
+            wanted = [refs[place].key for place in at]
             handles = self._gate.acquire(wanted, _OWNER)
             leased += zip(handles, (hints[place] for place in at), strict=False)
             self._drop("evicted_before_write", wanted[len(handles) :])
         self.enqueue(leased)
 
+    def _submit_runs(self, lasts: Sequence[BlockRef], refs: Sequence[BlockRef], hints: Sequence[Hint]) -> None:
+        """Queue the runs that end with `lasts`; hints are known of `refs`, of blocks that came earlier none."""
+        known = dict(zip((ref.key for ref in refs), hints, strict=True))
+        leased: dict[bytes, tuple[Handle, Hint]] = {}
+        for last in lasts:
+            handles = self.lease_run(last)
+            if not leased.keys().isdisjoint(handle.ref.key for handle in handles):
+                # Chains that part within a run have its first blocks in common, and no batch has a block twice.
+                self.enqueue(list(leased.values()))
+                leased = {}
+            leased |= {handle.ref.key: (handle, known.get(handle.ref.key, NO_HINT)) for handle in handles}
+        self.enqueue(list(leased.values()))
+
+    def lease_run(self, last: BlockRef) -> list[Handle]:
+        """Lease the run that is complete with this block, parents first; empty where host lacks one of its blocks."""
+        wanted = [ref.key for ref in members(self._host, last, self.run)]
+        handles = self._gate.acquire(wanted, _OWNER)
+        if len(handles) == self.run:
+            return list(handles)
+        self._gate.release(handles)
+        self._drop("incomplete_run", wanted)
+        return []
+
     def enqueue(self, leased: Sequence[tuple[Handle, Hint]]) -> int:
-        """Queue leased records, parents first, and take over their leases; how many leading ones were taken."""
+        """Queue leased whole runs, parents first, and take over their leases; how many leading records were taken."""
         taken = 0
         with self._changed:
-            for handle, _ in () if self._closed else leased:
-                if self._bytes and self._bytes + handle.nbytes > self._bound:
+            for at in () if self._closed else range(0, len(leased), self.run):
+                nbytes = sum(handle.nbytes for handle, _ in leased[at : at + self.run])
+                if self._bytes and self._bytes + nbytes > self._bound:
                     break
-                self._bytes += handle.nbytes
-                taken += 1
+                self._bytes += nbytes
+                taken += self.run
             if taken:
                 self._queue.append(list(leased[:taken]))
                 for handle, _ in leased[:taken]:
@@ -102,7 +132,12 @@ class Demoter:
         return taken
 
     def lacking(self, refs: Sequence[BlockRef]) -> list[int]:
-        """Positions of the blocks that the tier does not hold as well as it could, as far as its index tells."""
+        """Positions of the blocks that the tier does not hold as well as it could, as far as its index tells.
+
+        All, where the tier is remote: puts would wait for its answer, and it is asked before anything is written.
+        """
+        if self.port.tier.caps.remote:
+            return list(range(len(refs)))
         exact = [self._recoder.exact_in(self.port.tier, ref) for ref in refs]
         lacking: list[int] = []
         for wanted in {*exact}:
@@ -152,8 +187,9 @@ class Demoter:
             kept: deque[list[tuple[Handle, Hint]]] = deque()
             dead: list[Handle] = []
             for batch in self._queue:
-                dead += [handle for handle, _ in batch if handle.ref.key in gone]
-                alive = [block for block in batch if block[0].ref.key not in gone]
+                alive = whole_runs(batch, [block[0].ref.key not in gone for block in batch], self.run)
+                alive_keys = {block[0].ref.key for block in alive}
+                dead += [handle for handle, _ in batch if handle.ref.key not in alive_keys]
                 if alive:
                     kept.append(alive)
             self._queue = kept
@@ -190,7 +226,8 @@ class Demoter:
                     return
                 batch = self._queue.popleft()
                 claimed = self._inflight.claim([handle.ref for handle, _ in batch]).mine
-            mine = [block for block, own in zip(batch, claimed, strict=True) if own]
+            mine = whole_runs(batch, claimed, self.run)
+            refs = [handle.ref for (handle, _), own in zip(batch, claimed, strict=True) if own]
             handles = [handle for handle, _ in batch]
             written = False
             try:
@@ -199,7 +236,7 @@ class Demoter:
                 _log.exception("demotion of %d blocks to %s died", len(mine), self.port.name)
             if not written:
                 self._drop("tier_error", [handle.ref.key for handle, _ in mine])
-            deleted = self._inflight.finish([handle.ref for handle, _ in mine])
+            deleted = self._inflight.finish(refs)
             if deleted:
                 self.port.remove(deleted)
             self._gate.release(handles)
@@ -220,20 +257,25 @@ class Demoter:
 
     def _lacking(self, blocks: list[_Block]) -> list[_Block]:
         """Without those that the tier holds already, as far as they have to be encoded before their size is known."""
+        lacking = [True] * len(blocks)
         for exact in (True, False):
-            asked = [block for block in blocks if block.target.variable and block.target.ref.exact is exact]
+            asked = [
+                at
+                for at in range(self.run - 1, len(blocks), self.run)
+                if blocks[at].target.variable and blocks[at].target.ref.exact is exact
+            ]
             if asked:
-                keys = [block.source.ref.key for block in asked]
+                keys = [blocks[at].source.ref.key for at in asked]
                 found = present(self.port.tier, keys, self._patience, exact=exact)
-                held = {id(block) for block, here in zip(asked, found, strict=True) if here}
-                blocks = [block for block in blocks if id(block) not in held]
-        return blocks
+                for at, here in zip(asked, found, strict=True):
+                    lacking[at] = not here
+        return whole_runs(blocks, lacking, self.run)
 
     def _fitting(self, blocks: Sequence[_Block]) -> int:
         """How many leading blocks go at a time: as many as staging holds encoded."""
         total = 0
-        for at, block in enumerate(blocks):
-            total += self._staged(block)
+        for at in range(0, len(blocks), self.run):
+            total += sum(map(self._staged, blocks[at : at + self.run]))
             if at and total > self.port.staging.limit:
                 return at
         return len(blocks)
@@ -251,7 +293,7 @@ class Demoter:
             blocks, early = self._encoded_early(blocks, scratch)
             slots = self.port.tier.reserve(
                 [block.target.ref for block in blocks],
-                [early[at].nbytes if at in early else block.target.nbytes for at, block in enumerate(blocks)],
+                [early[key].nbytes if (key := b.source.ref.key) in early else b.target.nbytes for b in blocks],
                 [block.target.fmt for block in blocks],
                 _OWNER,
                 [block.hint for block in blocks],
@@ -266,45 +308,47 @@ class Demoter:
 
     def _encoded_early(
         self, blocks: Sequence[_Block], scratch: "_Scratch"
-    ) -> tuple[list[_Block], dict[int, memoryview]]:
+    ) -> tuple[list[_Block], dict[bytes, memoryview]]:
         """Encode what has no size before; leaves out what cannot be encoded, and its descendants."""
-        kept: list[_Block] = []
-        early: dict[int, memoryview] = {}
+        early: dict[bytes, memoryview] = {}
         bad: set[bytes | None] = set()
         for block in blocks:
             ref, variable = block.source.ref, block.target.variable
             data = self._encodable(block, scratch) if variable and ref.parent not in bad else None
             if ref.parent in bad or (variable and data is None):
                 bad.add(ref.key)
-                continue
-            if data is not None:
-                early[len(kept)] = data
-            kept.append(block)
-        self._drop("unencodable", [key for key in bad if key is not None])
-        return kept, early
+            elif data is not None:
+                early[ref.key] = data
+        return self._without(bad, blocks), early
+
+    def _without(self, bad: set[bytes | None], blocks: Sequence[_Block]) -> list[_Block]:
+        """The runs in which nothing is bad; the rest is dropped."""
+        kept = whole_runs(blocks, [block.source.ref.key not in bad for block in blocks], self.run)
+        keys = {block.source.ref.key for block in kept}
+        self._drop("unencodable", [key for block in blocks if (key := block.source.ref.key) not in keys])
+        return kept
 
     def _filled(
         self,
         blocks: Sequence[_Block],
         slots: Sequence[Reservation],
-        early: Mapping[int, memoryview],
+        early: Mapping[bytes, memoryview],
         scratch: "_Scratch",
     ) -> list[tuple[Handle, memoryview]]:
         """Encode what has room now; what cannot be encoded takes its descendants with it."""
-        pairs: list[tuple[Handle, memoryview]] = []
+        pairs: dict[bytes, tuple[Handle, memoryview]] = {}
         bad: set[bytes | None] = set()
-        for at, (block, slot) in enumerate(zip(blocks, slots, strict=True)):
-            if not isinstance(slot, Handle):
-                continue
-            data = early.get(at)
-            if block.source.ref.parent not in bad and data is None:
+        room = [(block, slot) for block, slot in zip(blocks, slots, strict=True) if isinstance(slot, Handle)]
+        for block, slot in room:
+            ref = block.source.ref
+            data = early.get(ref.key)
+            if ref.parent not in bad and data is None:
                 data = self._encodable(block, scratch)
-            if data is None or block.source.ref.parent in bad:
-                bad.add(block.source.ref.key)
+            if data is None or ref.parent in bad:
+                bad.add(ref.key)
             else:
-                pairs.append((slot, data))
-        self._drop("unencodable", [key for key in bad if key is not None])
-        return pairs
+                pairs[ref.key] = (slot, data)
+        return [pairs[block.source.ref.key] for block in self._without(bad, [block for block, _ in room])]
 
     def _store(self, pairs: Sequence[tuple[Handle, memoryview]]) -> None:
         """Write and commit. The tier is waited for however long it takes: until then the bytes are its to read."""
@@ -351,12 +395,12 @@ class _Scratch:
         return self._memory[start : start + nbytes]
 
 
-def _runs(places: Sequence[int]) -> list[list[int]]:
+def _consecutive(places: Sequence[int]) -> list[list[int]]:
     """Split ascending positions where they are not consecutive."""
-    runs: list[list[int]] = []
+    groups: list[list[int]] = []
     for place in places:
-        if runs and runs[-1][-1] == place - 1:
-            runs[-1].append(place)
+        if groups and groups[-1][-1] == place - 1:
+            groups[-1].append(place)
         else:
-            runs.append([place])
-    return runs
+            groups.append([place])
+    return groups

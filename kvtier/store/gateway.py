@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvtier.tiers import AddressableTier
+from kvtier.policies import EvictionPolicy
+from kvtier.tiers import AddressableTier, BlockRef, Handle
 
 __all__ = ["GatewayTier"]
 
@@ -15,8 +16,33 @@ class GatewayTier(AddressableTier, Protocol):
         """The device holds these records too (or not any more): they leave before all others."""
         ...
 
+    def refs(self, keys: Sequence[bytes]) -> list[BlockRef | None]:
+        """What the records of these keys are, None where there is none. Takes no lease and renews no recency."""
+        ...
+
     def coldest(self, count: int) -> list[bytes]:
         """Keys of the next victims, in order; changes nothing."""
+        ...
+
+    def exchange(self, pairs: Sequence[tuple[Handle, Handle]]) -> None:
+        """Swap the memory of two reservations of one size each: what was received into one is the other's, uncopied.
+
+        Raises:
+            FormatMismatch: their sizes differ.
+            LeaseError: one is no reservation any more.
+        """
+        ...
+
+    def resize(self, capacity_bytes: int) -> int:
+        """Change the capacity at run time; returns the bytes that are still used beyond it."""
+        ...
+
+    def set_policy(self, policy: EvictionPolicy) -> None:
+        """Let another policy decide who leaves."""
+        ...
+
+    def usage(self) -> dict[int, tuple[int, int]]:
+        """Records that are ready, and their bytes, by namespace."""
         ...
 
     def take_evicted(self) -> list[bytes]:

@@ -1,7 +1,7 @@
 """Looking up, leasing, pinning, and letting go: who holds what, in which tiers."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from kvtier.errors import RequestError
@@ -10,6 +10,7 @@ from kvtier.store.lanes import Steps
 from kvtier.store.lease import Lease
 from kvtier.store.lookup import leading_run
 from kvtier.store.port import Port
+from kvtier.store.runs import columns, interleaved, run_ends
 from kvtier.tiers import Handle, Owner, Tier
 
 __all__ = ["Leases", "Pins"]
@@ -30,31 +31,54 @@ class Leases:
 
     # ---- looking up
 
-    def match(self, keys: Sequence[bytes], parts: int, *, exact: bool) -> list[str]:
+    def match(
+        self, keys: Sequence[bytes], parts: int, *, exact: bool, depth: int = 0, remote: bool = True
+    ) -> list[str]:
         """Tier of each block of the leading run; see `TieredStore.match`."""
-        blocks, found = len(keys) // parts, 0
         names: list[str] = []
+        for _ in self.matching(names, keys, parts, exact=exact, depth=depth, remote=remote):
+            pass
+        return names
+
+    def find(self, names: list[str], keys: Sequence[bytes], parts: int, *, exact: bool, depth: int) -> Steps[None]:
+        """`match`, appending to `names`; asks remote tiers in threads of their own."""
+        for port in self.matching(names, keys, parts, exact=exact, depth=depth):
+            if port.tier.caps.remote:
+                yield port.lookups
+
+    def matching(
+        self, names: list[str], keys: Sequence[bytes], parts: int, *, exact: bool, depth: int, remote: bool = True
+    ) -> Iterator[Port]:
+        """Append the tier of each block of the leading run to `names`; says whom it asks next."""
+        ports = [port for port in self._ports if remote or not port.tier.caps.remote]
+        blocks, found = len(keys) // parts, 0
         idle = 0
-        while found < blocks and idle < len(self._ports):
-            for port in self._ports:
-                run = self._run(port, keys[found * parts :], parts, exact=exact)
+        while found < blocks and idle < len(ports):
+            for port in ports:
+                yield port
+                run = self._run(port, keys[found * parts :], parts, exact=exact, depth=depth + found)
                 names += [port.name] * run
                 found += run
                 # Its own run has just ended: only another tier can go on.
                 idle = 1 if run else idle + 1
-                if found == blocks or idle == len(self._ports):
+                if found == blocks or idle == len(ports):
                     break
-            if idle == len(self._ports) and found < blocks and parts > 1:
-                spread = self._spread(keys[found * parts : (found + 1) * parts], exact=exact)
+            if idle == len(ports) and found < blocks and parts > 1:
+                block = keys[found * parts : (found + 1) * parts]
+                spread = self._spread(ports, block, exact=exact, depth=depth + found)
                 if spread is not None:
                     names.append(spread)
                     found, idle = found + 1, 0
-        return names
 
     def unbroken(self, keys: Sequence[bytes], parts: int, *, exact: bool) -> int:
-        """Leading blocks of which every part is somewhere: asks for each, where `match` leaps over a hole."""
+        """Leading blocks of which every part is somewhere: asks for each, where `match` leaps over a hole.
+
+        Remote tiers are not asked.
+        """
         missing = list(range(len(keys)))
         for port in self._ports if keys else ():
+            if port.tier.caps.remote:
+                continue
             here = port.present([keys[at] for at in missing], exact=exact)
             missing = [at for at, found in zip(missing, here, strict=True) if not found]
             if not missing:
@@ -62,18 +86,24 @@ class Leases:
         return missing[0] // parts if missing else 0
 
     @staticmethod
-    def _run(port: Port, keys: Sequence[bytes], parts: int, *, exact: bool) -> int:
-        def held(blocks: Sequence[int]) -> list[bool]:
-            probed = [keys[block * parts + part] for block in blocks for part in range(parts)]
+    def _run(port: Port, keys: Sequence[bytes], parts: int, *, exact: bool, depth: int) -> int:
+        ends = run_ends(len(keys) // parts, depth, port.tier.caps.run)
+
+        def held(runs: Sequence[int]) -> list[bool]:
+            probed = [keys[ends[at] * parts + part] for at in runs for part in range(parts)]
             here = port.present(probed, exact=exact)
             return [all(here[at : at + parts]) for at in range(0, len(here), parts)]
 
-        return leading_run(len(keys) // parts, held)
+        found = leading_run(len(ends), held, wide=port.tier.caps.remote)
+        return ends[found - 1] + 1 if found else 0
 
-    def _spread(self, keys: Sequence[bytes], *, exact: bool) -> str | None:
+    @staticmethod
+    def _spread(ports: Sequence[Port], keys: Sequence[bytes], *, exact: bool, depth: int) -> str | None:
         """The slowest tier that is needed for one block whose parts lie in several; None: a part is nowhere."""
         missing, slowest = list(keys), None
-        for port in self._ports:
+        for port in ports:
+            if not run_ends(1, depth, port.tier.caps.run):
+                continue
             here = port.present(missing, exact=exact)
             if any(here):
                 slowest = port.name
@@ -91,22 +121,37 @@ class Leases:
             self._held.setdefault(owner, set()).add(lease)
         return lease
 
-    def steps(self, lease: Lease, keys: Sequence[bytes], deadline: float | None) -> Steps[Lease]:
-        """Lease the leading run of `keys`, each part in the fastest tier that has it."""
+    def steps(self, lease: Lease, keys: Sequence[bytes], deadline: float | None, depth: int = 0) -> Steps[Lease]:
+        """Lease the leading run of `keys`, each part in the fastest tier that has it; `depth`: of the first block."""
         ports = [port for port in self._ports if port.usable()]
         idle = 0
         while idle < len(ports):
             for port in ports:
-                rest = keys[len(lease.blocks) :]
-                if not rest or idle == len(ports):
+                if len(lease.blocks) == len(keys) or idle == len(ports):
                     return self.complete(lease)
                 yield port.lookups
-                handles = port.acquire(rest, lease.owner, deadline, exact=lease.exact)
+                handles = self._acquire(port, lease, keys, deadline, depth)
                 if not lease.extend(port.tier, handles):
                     port.release(handles)
                     return lease
                 idle = 1 if handles else idle + 1
         return self.complete(lease)
+
+    @staticmethod
+    def _acquire(
+        port: Port, lease: Lease, keys: Sequence[bytes], deadline: float | None, depth: int
+    ) -> Sequence[Handle]:
+        """Lease what a tier has of those `keys` that come after what is leased already."""
+        first, run = len(lease.blocks), port.tier.caps.run
+        if run == 1:
+            return port.acquire(keys[first:], lease.owner, deadline, exact=lease.exact)
+        found = [
+            port.acquire(chain, lease.owner, deadline, exact=lease.exact) if chain else ()
+            for chain in columns(keys, first, lease.parts, depth, run)
+        ]
+        leading, rest = interleaved(found)
+        port.release(rest)
+        return leading
 
     def complete(self, lease: Lease) -> Lease:
         """Let the lease grow no more, and give back an incomplete last block, in the threads of its tiers."""

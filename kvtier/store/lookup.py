@@ -9,7 +9,7 @@ from kvtier.tiers import Status, Tier
 __all__ = ["leading_run", "present"]
 
 
-def leading_run(count: int, held: Callable[[Sequence[int]], Sequence[bool]]) -> int:
+def leading_run(count: int, held: Callable[[Sequence[int]], Sequence[bool]], *, wide: bool = False) -> int:
     """Length of the leading run of `count` blocks that is held.
 
     Relies on prefix closure (a present block has its ancestors), so it is a hint: `acquire` verifies the run.
@@ -17,6 +17,7 @@ def leading_run(count: int, held: Callable[[Sequence[int]], Sequence[bool]]) -> 
     Args:
         count: blocks in all.
         held: block positions -> whether each is there.
+        wide: asking costs a round trip: never more than two, the second for all that the first left open.
     """
     if count <= 0:
         return 0
@@ -27,6 +28,9 @@ def leading_run(count: int, held: Callable[[Sequence[int]], Sequence[bool]]) -> 
         return count
     high = misses[0]
     low = max((at for at, here in zip(probes, found, strict=True) if here and at < high), default=-1)
+    if wide and high - low > 1:
+        between = held(range(low + 1, high))
+        return next((low + 1 + at for at, here in enumerate(between) if not here), high)
     while high - low > 1:
         middle = (low + high) // 2
         if held([middle])[0]:

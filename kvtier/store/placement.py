@@ -19,7 +19,8 @@ from kvtier.store.gateway import GatewayTier
 from kvtier.store.lanes import Lane
 from kvtier.store.options import StoreOptions, WriteRule
 from kvtier.store.port import Port
-from kvtier.tiers import OWN_WORK, BlockRef, Handle
+from kvtier.store.runs import whole_runs
+from kvtier.tiers import OWN_WORK, BlockRef, Handle, completes_run
 
 __all__ = ["Placed", "Placement"]
 
@@ -108,6 +109,13 @@ class Placement:
         """Whether `used` has anything to do."""
         return self.rule == "second_touch" or any(demoter.owes_any for demoter in self._demoters)
 
+    def demote(self, refs: Sequence[BlockRef]) -> None:
+        """Have host's blocks written to each lower tier that lacks them, parents first, whatever the rule."""
+        for demoter in self._demoters:
+            places = demoter.lacking(refs)
+            if places:
+                demoter.submit([refs[at] for at in places], [NO_HINT] * len(places))
+
     def _touch(self, blocks: Sequence[Placed]) -> None:
         lacking = [demoter.lacking([block.ref for block in blocks]) for demoter in self._demoters]
         asked = sorted({at for places in lacking for at in places})
@@ -136,7 +144,7 @@ class Placement:
     @staticmethod
     def _submit(demoter: Demoter, blocks: Sequence[Placed]) -> None:
         if blocks:
-            demoter.submit([block.ref.key for block in blocks], [block.hint for block in blocks])
+            demoter.submit([block.ref for block in blocks], [block.hint for block in blocks])
 
     # ---- leaving
 
@@ -182,38 +190,48 @@ class Placement:
         nothing: list[bytes] = []
         evicted = self._gate.attempt("take_evicted", self._host.take_evicted, nothing)
         gone = list(dict.fromkeys(evicted)) if self._rule == "leave" else []
-        for demoter in self._demoters if gone else ():
+        # What is gone does not say which run it was of: a tier of runs counts incomplete ones instead.
+        for demoter in [one for one in self._demoters if one.run == 1] if gone else ():
             here = self._gate.present(gone, exact=False)
             left = [key for key, still in zip(gone, here, strict=True) if not still]
             below = demoter.port.present(left, exact=False) if left else []
             demoter.port.drop("evicted_before_write", below.count(False))
 
     def _demote(self, demoter: Demoter, cold: Sequence[bytes]) -> None:
+        if demoter.run > 1:
+            # A run leaves with its last block, which is the coldest of it.
+            cold = [ref.key for ref in self._host.refs(cold) if ref is not None and completes_run(ref, demoter.run)]
         here = demoter.port.present(cold, exact=self._exact)
         seen: set[bytes] = {key for key, below in zip(cold, here, strict=True) if below}
         for key in cold:
             chain = self._chain(demoter, key, seen)
             admitted = self._admitted([Placed(handle.ref, handle.nbytes) for handle in chain])
-            taken = [handle for handle in chain if handle.ref.key in admitted]
-            self._gate.release([handle for handle in chain if handle.ref.key not in admitted])
+            taken = whole_runs(chain, [handle.ref.key in admitted for handle in chain], demoter.run)
+            self._gate.release(chain[len(taken) :])
             demoter.port.drop("not_admitted", len(chain) - len(taken))
             if demoter.enqueue([(handle, NO_HINT) for handle in taken]) < len(taken):
                 return
 
     def _chain(self, demoter: Demoter, key: bytes | None, seen: set[bytes]) -> list[Handle]:
-        """Lease a block and those of its ancestors that the lower tier lacks, oldest ancestor first."""
-        chain: list[Handle] = []
+        """Lease a block's run and the runs before it that the lower tier lacks, oldest ancestor first."""
+        runs: list[Sequence[Handle]] = []
         while key is not None and key not in seen:
             seen.add(key)
-            handles = self._gate.acquire([key], _OWNER)
+            handles = self._run(demoter, key)
             if not handles:
                 break
-            chain.append(handles[0])
+            runs.append(handles)
             key = handles[0].ref.parent
             if key is not None and demoter.port.present([key], exact=self._exact)[0]:
                 break
-        chain.reverse()
-        return chain
+        return [handle for handles in reversed(runs) for handle in handles]
+
+    def _run(self, demoter: Demoter, key: bytes) -> Sequence[Handle]:
+        """Lease the run that this block completes; empty where host lacks one of its blocks."""
+        if demoter.run == 1:
+            return self._gate.acquire([key], _OWNER)
+        last = self._host.refs([key])[0]
+        return () if last is None else demoter.lease_run(last)
 
     # ---- the whole
 

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from kvtier.breaker import Breaker
 from kvtier.cost import SpeedMeter
 from kvtier.errors import KVTierError, TierTimeout
 from kvtier.metrics import Metrics
-from kvtier.store.breaker import Breaker
 from kvtier.store.lanes import Lane
 from kvtier.store.lookup import present
 from kvtier.store.options import StoreOptions
@@ -26,7 +26,6 @@ _T = TypeVar("_T")
 # Loads of one tier at a time. More only queue inside the tier.
 _LOAD_THREADS = 4
 _LOOKUP_THREADS = 2
-_PROBE_SECONDS = 0.05
 _QUIET_SECONDS = 10.0
 
 
@@ -68,7 +67,9 @@ class Port:
         """Which keys are here: an index probe in the caller's thread; a tier that is being left alone has none."""
         if not self.breaker.due:
             return [False] * len(keys)
-        return self.attempt("match", lambda: present(self.tier, keys, _PROBE_SECONDS, exact=exact), [False] * len(keys))
+        return self.attempt(
+            "match", lambda: present(self.tier, keys, self.tier.caps.probe, exact=exact), [False] * len(keys)
+        )
 
     def acquire(
         self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None, *, exact: bool = False
@@ -125,7 +126,7 @@ class Port:
                 return
             self._missed.append(deadline)
         self._metrics.timeouts.labels(self.name, operation).inc()
-        if patience >= _PROBE_SECONDS and self.breaker.failed():
+        if patience >= self.tier.caps.probe and self.breaker.failed():
             self._metrics.breaker_trips.labels(self.name).inc()
             _log.warning("tier %s did not answer in time and is skipped for a while", self.name)
 

@@ -70,11 +70,17 @@ class Prefetch:
 
 
 def prefetch_steps(
-    lease: Lease, keys: list[bytes], leases: Leases, promoter: Promoter, metrics: Metrics, deadline: float | None
+    lease: Lease,
+    keys: list[bytes],
+    leases: Leases,
+    promoter: Promoter,
+    metrics: Metrics,
+    deadline: float | None,
+    depth: int = 0,
 ) -> Steps[PrefetchResult]:
     """Lease what there is, bring it into host, let go of it."""
     try:
-        yield from leases.steps(lease, keys, deadline)
+        yield from leases.steps(lease, keys, deadline, depth)
         fits = yield from promoter.steps(lease, 0, len(lease), deadline)
         arrived = promoter.in_host(lease, 0, len(lease))
         deferred: Deferred | None = None if fits else "no_space"

@@ -15,7 +15,7 @@ from kvtier.layout import Span
 from kvtier.store.gateway import GatewayTier
 from kvtier.store.lanes import Lane, Operation, Steps
 from kvtier.store.port import Port
-from kvtier.tiers import OWN_WORK, BlockRef, Handle, Status, block_checksum
+from kvtier.tiers import OWN_WORK, BlockRef, Handle, Reservation, Status, block_checksum
 
 __all__ = ["PrivateObject", "PrivateObjects"]
 
@@ -72,6 +72,25 @@ class PrivateObjects:
             PrivateObject(handle, block_checksum(handle.ref, _RAW, data))
             for handle, data in zip(handles, buffers, strict=True)
         )
+
+    def room(self, sizes: Sequence[int]) -> list[Handle]:
+        """Memory to receive blocks of these sizes into, to be put with `owned`; none where host does not have it all.
+
+        Whoever was given it ends it by `give_up`, whatever became of the put.
+        """
+        refs = [BlockRef(secrets.token_bytes(STORE_KEY_BYTES), self._ns, 0, None, exact=True) for _ in sizes]
+        nothing: list[Reservation] = []
+        slots = self._gate.attempt("room", lambda: self._host.reserve(refs, sizes, [_RAW] * len(refs), _OWNER), nothing)
+        handles = [slot for slot in slots if isinstance(slot, Handle)]
+        if len(handles) < len(sizes):
+            self.give_up(handles)
+            return []
+        return handles
+
+    def give_up(self, handles: Sequence[Handle]) -> None:
+        """End what `room` gave. Idempotent."""
+        if handles:
+            self._gate.attempt("give_up", lambda: self._host.abort(handles), None)
 
     def spans(self, objects: Iterable[PrivateObject]) -> list[Span]:
         """Where they lie in host's regions: the leading ones that are as they were when they were kept."""

@@ -12,8 +12,8 @@ from kvtier.store.inflight import InFlight
 from kvtier.store.placement import Placed, Placement
 from kvtier.store.port import Port
 from kvtier.store.recoding import Recoder, Target
-from kvtier.store.results import PutResult
-from kvtier.tiers import OWN_WORK, BlockRef, Full, Handle, Reservation, Status
+from kvtier.store.results import PutOutcome
+from kvtier.tiers import OWN_WORK, BlockRef, Full, Handle, Reservation, Status, expired
 
 __all__ = ["Item", "Putter"]
 
@@ -22,12 +22,16 @@ _DEEPEST = (1 << 31) - 1
 
 
 class Item(NamedTuple):
-    """One part of one block to be put: its bytes are raw."""
+    """One part of one block to be put: its bytes are raw.
+
+    owned: the reservation in host that they lie in (`PrivateObjects.room`), of which it takes over the memory.
+    """
 
     ref: BlockRef
     data: memoryview
     target: Target
     hint: Hint
+    owned: Handle | None = None
 
 
 class Putter:
@@ -76,8 +80,14 @@ class Putter:
             checked.append(Item(ref, data, target, NO_HINT if hints is None else hints[at]))
         return checked
 
-    def put(self, items: Sequence[Item], parts: int) -> PutResult:
-        """Store what is not there or on its way; runs in the thread of puts."""
+    def put(self, items: Sequence[Item], parts: int, deadline: float | None = None) -> list[PutOutcome]:
+        """Store what is not there or on its way; runs in the thread of puts. Returns what became of each block.
+
+        At the deadline nothing is begun any more; what has begun is finished.
+        """
+        if expired(deadline):
+            self._gate.drop("late", len(items))
+            return self._counted(["dropped"] * (len(items) // parts))
         refs = [item.target.ref for item in items]
         mine = self._inflight.claim(refs).mine
         claimed = [item for item, own in zip(items, mine, strict=True) if own]
@@ -94,21 +104,14 @@ class Putter:
         good = [Placed(item.ref, item.data.nbytes, item.hint) for item in items if item.ref.key not in bad]
         self._placement.stored(good)
         self._placement.arrived(len(claimed))
-        return self._counted(items, parts, stored, bad)
+        return self._counted(_outcomes(items, parts, stored, bad))
 
-    def _counted(self, items: Sequence[Item], parts: int, stored: set[bytes], bad: set[bytes]) -> PutResult:
-        outcomes = {"stored": 0, "joined": 0, "dropped": 0}
-        for at in range(0, len(items), parts):
-            keys = {item.ref.key for item in items[at : at + parts]}
-            outcome = "dropped" if keys & bad else "stored" if keys & stored else "joined"
-            outcomes[outcome] += 1
-            # One key twice in a batch is stored once.
-            stored -= keys
-        for outcome, count in outcomes.items():
-            self._metrics.put_blocks.labels(outcome).inc(count)
-        if outcomes["joined"]:
-            self._metrics.joined.labels("put").inc(outcomes["joined"])
-        return PutResult(**outcomes)
+    def _counted(self, outcomes: list[PutOutcome]) -> list[PutOutcome]:
+        for outcome in set(outcomes):
+            self._metrics.put_blocks.labels(outcome).inc(outcomes.count(outcome))
+        if "joined" in outcomes:
+            self._metrics.joined.labels("put").inc(outcomes.count("joined"))
+        return outcomes
 
     def _store(self, batch: Sequence[Item], items: Sequence[Item], parts: int) -> tuple[set[bytes], set[bytes]]:
         """Store those `items` of a batch that nobody else does: keys that were stored, and keys that were dropped."""
@@ -135,19 +138,24 @@ class Putter:
     def _fill(self, items: Sequence[Item], slots: Sequence[Reservation], skip: set[bytes]) -> set[bytes]:
         """Write or encode into the reservations; returns the keys that could not be."""
         plain: list[tuple[Handle, memoryview]] = []
+        moved: list[tuple[Handle, Handle]] = []
         encoded: list[Handle] = []
         bad: set[bytes] = set()
         for item, slot in zip(items, slots, strict=True):
             if not isinstance(slot, Handle) or item.ref.key in skip:
                 continue
-            if item.target.codec is None:
+            if item.target.codec is None and item.owned is not None:
+                moved.append((slot, item.owned))
+            elif item.target.codec is None:
                 plain.append((slot, item.data))
             elif self._encode(item, slot):
                 encoded.append(slot)
             else:
                 bad.add(item.ref.key)
         statuses = self._host.write(plain).wait().statuses if plain else ()
-        self._host.seal(encoded)
+        if moved:
+            self._host.exchange(moved)
+        self._host.seal([*encoded, *(slot for slot, _ in moved)])
         return bad | {
             slot.ref.key for (slot, _), status in zip(plain, statuses, strict=True) if status is not Status.OK
         }
@@ -163,6 +171,17 @@ class Putter:
             self._gate.drop("unencodable", 1)
             return False
         return True
+
+
+def _outcomes(items: Sequence[Item], parts: int, stored: set[bytes], bad: set[bytes]) -> list[PutOutcome]:
+    """What became of each block; one key twice in a batch is stored once."""
+    outcomes: list[PutOutcome] = []
+    left = set(stored)
+    for at in range(0, len(items), parts):
+        keys = {item.ref.key for item in items[at : at + parts]}
+        outcomes.append("dropped" if keys & bad else "stored" if keys & left else "joined")
+        left -= keys
+    return outcomes
 
 
 def _check_ref(ref: BlockRef) -> None:

@@ -1,10 +1,14 @@
 """What the store answers with."""
 
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 from kvtier.layout import Span
 
-__all__ = ["Deferred", "Located", "PrefetchResult", "PutResult", "StoreMatch"]
+__all__ = ["Deferred", "Located", "PrefetchResult", "PutOutcome", "PutResult", "StoreMatch"]
+
+PutOutcome: TypeAlias = Literal["stored", "joined", "dropped"]
+"""What became of one block: stored, there or in flight already, or dropped."""
 
 Deferred: TypeAlias = Literal["no_space", "timeout", "cancelled", "closed"]
 
@@ -24,6 +28,11 @@ class PutResult(NamedTuple):
     stored: int
     joined: int
     dropped: int
+
+    @classmethod
+    def of(cls, outcomes: Sequence[PutOutcome]) -> Self:
+        """Of so many single ones."""
+        return cls(outcomes.count("stored"), outcomes.count("joined"), outcomes.count("dropped"))
 
 
 class Located(NamedTuple):

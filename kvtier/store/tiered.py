@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from kvtier.cost import TierSpeed
 from kvtier.errors import ConfigError, FormatMismatch
+from kvtier.events import EventLog
 from kvtier.hints import Hint
 from kvtier.layout import Layout
 from kvtier.metrics import Metrics
@@ -31,17 +32,19 @@ from kvtier.store.port import Port
 from kvtier.store.prefetching import Prefetch, prefetch_steps
 from kvtier.store.private import PrivateObjects
 from kvtier.store.promotion import Promoter
-from kvtier.store.putting import Item, Putter
+from kvtier.store.putting import Putter
 from kvtier.store.recoding import Recoder
-from kvtier.store.results import Located, PutResult, StoreMatch
+from kvtier.store.results import Located, PutOutcome, PutResult, StoreMatch
 from kvtier.store.sessions import SessionBook, Turns
-from kvtier.tiers import OWN_WORK, BlockRef, Owner, Tier
+from kvtier.tiers import OWN_WORK, BlockRef, Handle, Owner, Tier
 
 __all__ = ["TieredStore"]
 
 _log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
+
+_T = TypeVar("_T")
 
 
 class TieredStore:
@@ -59,6 +62,7 @@ class TieredStore:
         lower: tiers below, fastest first.
         metrics: shared with the tiers.
         options: see `StoreOptions`.
+        events: the log that the tiers tell what they hold, kept here for whoever follows the store.
         clock: seconds, for pins, budgets, breakers and predictions.
 
     Invariants:
@@ -75,6 +79,7 @@ class TieredStore:
         *,
         metrics: Metrics | None = None,
         options: StoreOptions | None = None,
+        events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = options or StoreOptions()
@@ -82,6 +87,7 @@ class TieredStore:
         self.lower = tuple(lower)
         self.metrics = metrics or Metrics()
         self.options = options
+        self.events = events
         self._recoder = Recoder(self.tiers, options.formats, accept_lossy=options.accept_lossy)
         self._ports = [Port(tier, options, self.metrics, clock, memory=tier is host) for tier in self.tiers]
         gate = self._ports[0]
@@ -129,22 +135,58 @@ class TieredStore:
 
     # ---- looking up
 
-    def match(self, keys: Sequence[bytes], *, parts: int = 1, lossy: bool | None = None) -> StoreMatch:
+    def match(
+        self, keys: Sequence[bytes], *, parts: int = 1, lossy: bool | None = None, depth: int = 0, remote: bool = True
+    ) -> StoreMatch:
         """Where the longest leading run of `keys` lies. Index probes only: no bytes, no lease, no recency.
+
+        A remote tier (see `TierCaps.remote`) is waited for; who must not wait calls `find`, or does without it.
 
         Args:
             keys: store keys, block-major.
             parts: per block.
             lossy: whether lossy blocks will do; None: as the options say.
+            depth: of the first block in its chain; by a wrong one, tiers that keep runs of blocks find less.
+            remote: whether remote tiers are asked, too.
         """
         _check_parts(keys, parts)
-        return StoreMatch(tuple(self._leases.match(keys, parts, exact=self._exact(lossy=lossy))))
+        exact = self._exact(lossy=lossy)
+        return StoreMatch(tuple(self._leases.match(keys, parts, exact=exact, depth=depth, remote=remote)))
+
+    def find(
+        self,
+        keys: Sequence[bytes],
+        *,
+        parts: int = 1,
+        lossy: bool | None = None,
+        depth: int = 0,
+        deadline: float | None = None,
+    ) -> "Future[StoreMatch]":
+        """`match` without waiting for remote tiers; at the deadline the result is what was found until then."""
+        _check_parts(keys, parts)
+        names: list[str] = []
+        steps = self._find(names, list(keys), parts, depth, exact=self._exact(lossy=lossy))
+        until = self._deadlines.absolute(deadline)
+        return self._deadlines.run("match", steps, lambda: StoreMatch(tuple(names)), until)
+
+    def _find(self, names: list[str], keys: list[bytes], parts: int, depth: int, *, exact: bool) -> Steps[StoreMatch]:
+        yield from self._leases.find(names, keys, parts, exact=exact, depth=depth)
+        return StoreMatch(tuple(names))
+
+    @property
+    def has_remote(self) -> bool:
+        """Whether one of the tiers is a remote one."""
+        return any(tier.caps.remote for tier in self.lower)
 
     def wanted(self, keys: Sequence[bytes], *, exact: bool, parts: int = 1) -> int:
-        """Leading blocks that need no saving: they are there, and (`exact`) exact where host can keep them so."""
+        """Leading blocks that need no saving: they are there, and (`exact`) exact where host can keep them so.
+
+        Remote tiers are not asked: what only they have, and was computed again, is worth a place in host, and is not
+        written to them twice.
+        """
         _check_parts(keys, parts)
         exact = exact and self._recoder.keeps_exact()
-        run = len(self._leases.match(keys, parts, exact=exact))
+        run = len(self._leases.match(keys, parts, exact=exact, remote=False))
         # A damaged or deleted block leaves its descendants on disk: a hole that is leapt over would stay for good.
         return self._leases.unbroken(keys[: run * parts], parts, exact=exact)
 
@@ -156,6 +198,18 @@ class TieredStore:
         """Which of `keys` are in host, and (`exact`) exact where host can keep them so; each by itself, no run."""
         return self._ports[0].present(keys, exact=exact and self._recoder.keeps_exact())
 
+    def whereabouts(self, keys: Sequence[bytes], *, lossy: bool | None = None) -> list[str | None]:
+        """The fastest tier of each key, each by itself, no run; None: nowhere. As cheap a hint as `match`."""
+        exact = self._exact(lossy=lossy)
+        names: list[str | None] = [None] * len(keys)
+        missing = list(range(len(keys)))
+        for port in self._ports:
+            here = port.present([keys[at] for at in missing], exact=exact) if missing else []
+            for at in [at for at, held in zip(missing, here, strict=True) if held]:
+                names[at] = port.name
+            missing = [at for at in missing if names[at] is None]
+        return names
+
     def acquire(
         self,
         keys: Sequence[bytes],
@@ -164,20 +218,21 @@ class TieredStore:
         parts: int = 1,
         lossy: bool | None = None,
         deadline: float | None = None,
+        depth: int = 0,
     ) -> "Future[Lease]":
         """Lease the longest leading run of `keys`, each part in the fastest tier that has it.
 
         Host blocks are checksummed now, blocks of lower tiers when they are fetched. At the deadline (None:
-        `StoreOptions.load_deadline` from now) the lease is what was found until then.
+        `StoreOptions.load_deadline` from now) the lease is what was found until then. `depth` is as in `match`.
         """
         _check_parts(keys, parts)
         until = self._deadlines.absolute(deadline)
         lease = self._leases.new(owner, parts, exact=self._exact(lossy=lossy))
-        steps = self._acquire(lease, list(keys), until)
+        steps = self._acquire(lease, list(keys), until, depth)
         return self._deadlines.run("acquire", steps, lambda: self._leases.complete(lease), until)
 
-    def _acquire(self, lease: Lease, keys: list[bytes], deadline: float | None) -> Steps[Lease]:
-        yield from self._leases.steps(lease, keys, deadline)
+    def _acquire(self, lease: Lease, keys: list[bytes], deadline: float | None, depth: int) -> Steps[Lease]:
+        yield from self._leases.steps(lease, keys, deadline, depth)
         if self._placement.watches_use:
             found = [Placed(handle.ref, handle.nbytes) for tier, handle in lease.blocks if tier is self.host]
             if found:
@@ -220,14 +275,17 @@ class TieredStore:
         return [Located(self.host.span(handle), handle.fmt) for _, handle in lease.part(start, stop)]
 
     def prefetch(
-        self, keys: Sequence[bytes], owner: Owner, *, parts: int = 1, deadline: float | None = None
+        self, keys: Sequence[bytes], owner: Owner, *, parts: int = 1, deadline: float | None = None, depth: int = 0
     ) -> Prefetch:
-        """Bring the longest leading run of `keys` into host, where it stays as long as its recency lets it."""
+        """Bring the longest leading run of `keys` into host, where it stays as long as its recency lets it.
+
+        `depth` is as in `match`.
+        """
         _check_parts(keys, parts)
         until = self._deadlines.absolute(deadline)
         lease = self._leases.new(OWN_WORK + "prefetch", parts, exact=self._exact(lossy=None))
         prefetch = Prefetch(
-            prefetch_steps(lease, list(keys), self._leases, self._promoter, self.metrics, until),
+            prefetch_steps(lease, list(keys), self._leases, self._promoter, self.metrics, until, depth),
             lambda: self._promoter.in_host(lease, 0, len(lease)),
             self.metrics,
             self._deadlines.blaming("prefetch", until),
@@ -267,16 +325,43 @@ class TieredStore:
         Raises:
             FormatMismatch: a block has another size than its layout says, or the numbers do not fit.
         """
+        return self._start_put(items, hints, parts, None, PutResult.of)
+
+    def put_each(
+        self,
+        items: Sequence[tuple[BlockRef, memoryview]],
+        hints: Sequence[Hint] | None = None,
+        *,
+        parts: int = 1,
+        deadline: float | None = None,
+        owned: Sequence[Handle | None] = (),
+    ) -> "Future[list[PutOutcome]]":
+        """Like `put`, and tells what became of each block. What has not begun at the deadline is dropped.
+
+        owned: of each item, the reservation of `private.room` that its bytes lie in, so that they need not be copied.
+        """
+        return self._start_put(items, hints, parts, deadline, list, owned)
+
+    def _start_put(
+        self,
+        items: Sequence[tuple[BlockRef, memoryview]],
+        hints: Sequence[Hint] | None,
+        parts: int,
+        deadline: float | None,
+        told: Callable[[list[PutOutcome]], _T],
+        owned: Sequence[Handle | None] = (),
+    ) -> "Future[_T]":
         checked = self._putter.items(items, hints, parts)
+        if owned:
+            checked = [item._replace(owned=handle) for item, handle in zip(checked, owned, strict=True)]
         self._pins.expire()
         self._turns.note(self._book.note([ref.key for ref, _ in items], [item.hint for item in checked]))
-        dropped = PutResult(0, 0, len(items) // parts)
-        operation = Operation(self._put(checked, parts), lambda: dropped)
-        return operation.start()
 
-    def _put(self, items: list[Item], parts: int) -> Steps[PutResult]:
-        yield self._puts
-        return self._putter.put(items, parts)
+        def steps() -> Steps[_T]:
+            yield self._puts
+            return told(self._putter.put(checked, parts, deadline))
+
+        return Operation(steps(), lambda: told(["dropped"] * (len(items) // parts))).start()
 
     # ---- what is known of blocks
 
@@ -314,6 +399,20 @@ class TieredStore:
         self._turns.end(session)
         own = self._book.end(session)
         self._hint(own, [Hint(reuse="none", session=session)] * len(own))
+
+    def demote(self, keys: Sequence[bytes]) -> None:
+        """Have those of a chain's blocks that host holds written to the lower tiers that lack them. Returns at once.
+
+        Placement writes a block when it is put, leaves host or is used again; what a lower tier lost since, it does not
+        bring back before that.
+        """
+        nothing: list[BlockRef | None] = []
+
+        def demote() -> None:
+            refs = self._ports[0].attempt("refs", lambda: self.host.refs(keys), nothing)
+            self._placement.demote([ref for ref in refs if ref is not None])
+
+        self._puts.submit(demote)
 
     def duplicate(self, keys: Sequence[bytes], *, above: bool) -> None:
         """The device holds these blocks too (or not any more): they leave host before all others."""

@@ -7,6 +7,15 @@ from kvtier.testing.faults import Fault, Kind
 from kvtier.testing.faulty import FaultyHostTier, FaultyTier
 from kvtier.testing.formats import FormatSuite
 from kvtier.testing.policies import PolicySuite
-from kvtier.testing.tiers import TierSuite
+from kvtier.testing.tiers import OpenTierSuite, TierSuite
 
-__all__ = ["Fault", "FaultyHostTier", "FaultyTier", "FormatSuite", "Kind", "PolicySuite", "TierSuite"]
+__all__ = [
+    "Fault",
+    "FaultyHostTier",
+    "FaultyTier",
+    "FormatSuite",
+    "Kind",
+    "OpenTierSuite",
+    "PolicySuite",
+    "TierSuite",
+]

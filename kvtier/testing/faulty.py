@@ -21,6 +21,7 @@ import numpy as np
 from kvtier.errors import ConfigError, KVTierError, TierUnavailable
 from kvtier.hints import Hint
 from kvtier.layout import Span
+from kvtier.policies import EvictionPolicy
 from kvtier.store.gateway import GatewayTier
 from kvtier.testing.faults import ALL, Fault, Kind
 from kvtier.tiers import (
@@ -376,10 +377,30 @@ class FaultyHostTier(FaultyTier):
         self._maybe_hang(self._strike("duplicate"))
         self._memory.duplicate(keys, above=above)
 
+    def refs(self, keys: Sequence[bytes]) -> list[BlockRef | None]:
+        """See `GatewayTier.refs`."""
+        return self._memory.refs(keys)
+
     def coldest(self, count: int) -> list[bytes]:
         """See `GatewayTier.coldest`."""
         self._maybe_hang(self._strike("coldest"))
         return self._memory.coldest(count)
+
+    def exchange(self, pairs: Sequence[tuple[Handle, Handle]]) -> None:
+        """See `GatewayTier.exchange`."""
+        self._memory.exchange(pairs)
+
+    def resize(self, capacity_bytes: int) -> int:
+        """See `GatewayTier.resize`."""
+        return self._memory.resize(capacity_bytes)
+
+    def set_policy(self, policy: EvictionPolicy) -> None:
+        """See `GatewayTier.set_policy`."""
+        self._memory.set_policy(policy)
+
+    def usage(self) -> dict[int, tuple[int, int]]:
+        """See `GatewayTier.usage`."""
+        return self._memory.usage()
 
     def take_evicted(self) -> list[bytes]:
         """See `GatewayTier.take_evicted`."""

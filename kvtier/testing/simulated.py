@@ -97,8 +97,10 @@ class Medium:
 class _Ledger:
     """Stands where the record table expects a slab: counts pages, and has none."""
 
+    over = False  # it is never made smaller
+
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes - nbytes % PAGE
+        self.nbytes = self.capacity = nbytes - nbytes % PAGE
         self.used_bytes = 0
         self._offset = 0
         self._live: dict[int, int] = {}

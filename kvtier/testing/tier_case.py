@@ -22,6 +22,7 @@ class TierCase:
         eviction_slack: blocks that the tier may evict beyond what it needs (it evicts in batches).
         eager_closure: descendants of a dropped block are gone at once, not only unreachable.
         honours_reuse, honours_priority: which hints change who leaves first.
+        bounded: the tier keeps to its capacity itself; False: its other side does (see `OpenTierSuite`).
     """
 
     block_bytes = 16384
@@ -30,6 +31,7 @@ class TierCase:
     eager_closure = True
     honours_reuse = True
     honours_priority = True
+    bounded = True
 
     def make_tier(self, capacity_bytes: int, metrics: Metrics) -> Tier:
         """A new, empty tier that takes nothing beyond `capacity_bytes` and counts in `metrics`."""
@@ -80,4 +82,11 @@ class TierCase:
     def _assert_idle(self, tier: Tier) -> None:
         stats = tier.stats()
         assert (stats["leases"], stats["reservations"]) == (0, 0)
-        assert stats["bytes"] <= stats["capacity_bytes"] <= self.capacity_blocks * self.block_bytes
+        if self.bounded:
+            assert stats["bytes"] <= stats["capacity_bytes"] <= self.capacity_blocks * self.block_bytes
+
+    def _read(self, tier: Tier, handles: Sequence[Handle]) -> list[memoryview]:
+        buffers = [memoryview(bytearray(handle.nbytes)) for handle in handles]
+        done = tier.read(list(zip(handles, buffers, strict=True))).wait(WAIT)
+        assert done.statuses == (Status.OK,) * len(handles)
+        return buffers

@@ -246,8 +246,15 @@ def test_a_killed_process_costs_time_only(
     monkeypatch.undo()
 
     until(lambda: not llm.llm.receiver.client.connected)
-    assert not llm.prefill_process.alive
-    # The first token is another one: nothing of it is there.
+    # The first token is another one: nothing of it is there, nor is anybody to ask for it.
     alone = llm.generate([[1, *prompts["killed"][1:]]], GREEDY)[0]
     assert alone.metrics.computed_tokens == LENGTH
+    assert (endings(llm, "lost"), endings(llm, "away")) == (1, 1)
+
+    # Another process takes its place.
+    until(lambda: llm.llm.receiver.client.connected, 120)
+    assert llm.llm.receiver.client.peer_pid == llm.prefill_process.pid != watched.pid
+    until(lambda: llm.store.metrics.value("prefill_restarts_total") == 1)
+    handed = llm.generate([[2, *prompts["killed"][1:]]], GREEDY)[0]
+    assert handed.metrics.loaded_tokens == (LENGTH - 1) // 16 * 16
     assert endings(llm, "lost") == 1

@@ -1,4 +1,5 @@
-"""The host tier against a dict: any order of verbs, two sizes of block, two formats, every policy, tiny capacity."""
+"""The host tier against a dict: any order of verbs, two sizes of block, two formats, every policy, tiny capacity
+that changes, policies that are replaced."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -37,7 +38,8 @@ class HostTierMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tier = HostTier(PAGES * 4096, policy=make_policy(self.policy, PAGES))
+        self.tier = HostTier(PAGES * 4096, policy=make_policy(self.policy, PAGES), limit_bytes=2 * PAGES * 4096)
+        self.pages = PAGES
         self.ready: dict[bytes, tuple[bool, int]] = {}  # key -> fidelity
         self.parent: dict[bytes, bytes | None] = {}  # only of ready keys, only ready parents
         self.held: dict[Handle, str] = {}  # live handle -> "reserved" | "written" | "leased"
@@ -213,17 +215,32 @@ class HostTierMachine(RuleBasedStateMachine):
     def forget_leases_of_gone(self) -> None:
         self.outlived.update(h for h, state in self.held.items() if state == "leased" and h.ref.key not in self.ready)
 
+    # ---- at run time
+
+    @rule(pages=st.integers(1, 2 * PAGES))
+    def resize(self, pages: int) -> None:
+        beyond = self.tier.resize(pages * 4096)
+        self.pages = pages
+        assert beyond == max(self.tier.stats()["bytes"] - pages * 4096, 0)
+
+    @rule(name=st.sampled_from(["lru", "arc", "clock2", "s3fifo"]))
+    def set_policy(self, name: str) -> None:
+        self.tier.set_policy(make_policy(name, PAGES))
+
     # ---- always
 
     @invariant()
     def sound(self) -> None:
+        self.sync_evictions()
         self.tier.check()
         stats = self.tier.stats()
         states = list(self.held.values())
         assert stats["blocks"] == len(self.ready)
         assert stats["leases"] == states.count("leased")
         assert stats["reservations"] == len(states) - states.count("leased")
-        assert stats["bytes"] <= stats["capacity_bytes"] == PAGES * 4096
+        assert stats["capacity_bytes"] == self.pages * 4096
+        if stats["bytes"] > stats["capacity_bytes"]:
+            assert self.tier.coldest(1) == [], "what could leave a tier that was made smaller did not"
 
     def teardown(self) -> None:
         for owner in ("x", "y"):

@@ -6,7 +6,8 @@ Right outputs, no leak, progress.
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduler_world import VOCAB, RandomFate, Stored, World, continuation, digest
+from scheduler_device import VOCAB, continuation, digest
+from scheduler_world import RandomFate, Stored, World
 
 from kvtier.engine.request import State
 from kvtier.engine.rules import SchedulingRules
@@ -23,6 +24,7 @@ RULES = st.builds(
     residency=st.sampled_from([0, 4, 16]),
     prefetch_ahead=st.integers(0, 2),
     pipelined=st.booleans(),
+    overlap_loads=st.booleans(),
 )
 PROMPTS = st.builds(lambda text, length: text[:length], st.sampled_from(TEXTS), st.integers(1, 24))
 
@@ -35,15 +37,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 20),
         hook=st.sampled_from([True, True, True, False]),
         rules=RULES,
+        window=st.sampled_from([None, None, 1, 3, 4, 9]),
         stops=st.sampled_from([(), range(4)]),
     )
     def start(
-        self, seed: int, blocks: int, running: int, budget: int, hook: bool, rules: SchedulingRules, stops: range
+        self,
+        seed: int,
+        blocks: int,
+        running: int,
+        budget: int,
+        hook: bool,
+        rules: SchedulingRules,
+        window: int | None,
+        stops: range,
     ) -> None:
         # Delays and failures have a generator of their own: drawn one by one, they would nearly all be zero.
         fate = RandomFate(seed) if hook else None
         sizes = {"num_blocks": blocks, "max_running": running, "token_budget": budget}
-        self.world = World(**sizes, fate=fate, rules=rules, stops=stops)
+        self.world = World(**sizes, fate=fate, rules=rules, window=window, stops=stops)
         self.numbers = 0
 
     @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), lossy=st.booleans(), priority=st.integers(0, 2))
@@ -70,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def guess(self, right: int, count: int) -> None:
         """Drafts for all that decode, of which the first ones are right."""
         for request in [request for request in self.world.live.values() if request.state is State.RUNNING]:
-            drafts = continuation(request.tokens, count)
+            drafts = continuation(request.tokens, count, self.world.device.window)
             self.world.draft(request, [*drafts[:right], *((token + 1) % VOCAB for token in drafts[right:])])
         self.world.step()
 

@@ -3,6 +3,7 @@
     batch  [timestamp, [event, …], …]
     event  ["BlockStored", [hash, …], parent hash or null, [token, …], tokens per block, adapter, medium, …]
            ["BlockRemoved", …]  ["AllBlocksCleared"]
+           or, from newer versions, objects: {"type": "BlockStored", "block_hashes": [hash, …], …}
 
 As JSON, one batch a line; as msgpack, batches one after the other.
 """
@@ -21,6 +22,7 @@ __all__ = ["read_events"]
 _EXPECTED = 'a batch such as [1.5, [["BlockStored", [11, 12], null, [5, …], 16, null, "GPU"]]]'
 _LATEST = 1e12  # seconds
 _NAMES = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+_FIELDS = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
 _NOTE = (
     "Events say what the engine stored, not what it looked up: a prompt found whole in the engine's own cache is absent"
 )
@@ -101,7 +103,7 @@ def _runs(path: Path, line: int, batch: Any) -> tuple[float, list[_Stored]]:
     if not timed or abs(batch[0]) > _LATEST:
         raise malformed(path, line, batch, _EXPECTED)
     runs: list[_Stored] = []
-    for event in batch[1] if isinstance(batch[1], list) else [batch[1]]:
+    for event in map(_as_array, batch[1] if isinstance(batch[1], list) else [batch[1]]):
         if not (isinstance(event, list) and event and event[0] in _NAMES):
             raise malformed(path, line, event, f"an event that begins with one of {', '.join(_NAMES)}")
         if event[0] != "BlockStored":
@@ -115,6 +117,10 @@ def _runs(path: Path, line: int, batch: Any) -> tuple[float, list[_Stored]]:
         else:
             runs.append(stored)
     return float(batch[0]), runs
+
+
+def _as_array(event: Any) -> Any:
+    return [event.get(name) for name in _FIELDS] if isinstance(event, dict) else event
 
 
 def _stored(path: Path, line: int, event: list[Any]) -> _Stored:

@@ -92,7 +92,9 @@ def test_config_explain_says_where_each_value_comes_from(capsys, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text("[engine]\nblock_size = 32\n")
     _, out, _ = run(capsys, "--config", str(file), "--log-level", "error", "config", "--explain")
-    sources = {line.split(" = ")[0]: line.split("  # ")[1] for line in out.splitlines() if " = " in line}
+    # Of settings of one name in several sections the first counts.
+    lines = reversed(out.splitlines())
+    sources = {line.split(" = ")[0]: line.split("  # ")[1] for line in lines if " = " in line}
     assert (sources["block_size"], sources["level"], sources["format"]) == (str(file), "command line", "default")
 
 

@@ -85,6 +85,17 @@ def test_a_tier_can_be_switched_off_and_on_again_at_every_level(tmp_path_factory
     assert ("tiering.host" in loaded.origins) == (expected is None)
 
 
+# What a section cannot be on without, and a setting not be set without.
+NEEDED = {
+    "service.tls_cert": {"service.tls_key": "/key"},
+    "service.tls_key": {"service.tls_cert": "/cert"},
+    "service.max_batch": {"service.inflight_bytes": "8GiB"},
+    "service.max_block": {"service.max_batch": "4GiB", "service.inflight_bytes": "8GiB"},
+    "tiering.nvme": {"tiering.nvme.path": "/nvme"},
+    "tiering.remote": {"tiering.remote.url": "valkey://there"},
+}
+
+
 @pytest.mark.parametrize(
     "setting", [one for one in settings().values() if one.kind != "table"], ids=lambda one: one.name
 )
@@ -92,7 +103,8 @@ def test_every_setting_has_a_variable_and_a_name_in_toml(tmp_path_factory, setti
     text = {"size": "3GiB", "path": "/some/where", "true or false": "true", "whole number": "7", "number": "0.5"}.get(
         setting.kind, setting.kind.rpartition(" | ")[2]
     )
-    context = {} if not setting.name.startswith("tiering.nvme") else {"KVTIER_TIERING__NVME__PATH": "/nvme"}
+    needed = NEEDED.get(setting.name) or NEEDED.get(setting.name.rpartition(".")[0], {})
+    context = {settings()[name].variable: value for name, value in needed.items()}
     loaded, _ = load(environ={**context, setting.variable: text})
     assert loaded.origins[setting.name] == setting.variable
     assert setting.name in loaded.origins
@@ -101,8 +113,8 @@ def test_every_setting_has_a_variable_and_a_name_in_toml(tmp_path_factory, setti
     section, _, field = setting.name.rpartition(".")
     value = text if setting.kind in ("whole number", "number", "true or false") else f'"{text}"'
     toml = f"[{section}]\n{field} = {value}\n"
-    if section == "tiering.nvme" and field != "path":
-        toml += 'path = "/nvme"\n'
+    for name, other in needed.items():
+        toml += "" if name == setting.name else f'{name.rpartition(".")[2]} = "{other}"\n'
     from_file, path = load(tmp_path_factory, toml)
     assert from_file.config == loaded.config
     assert from_file.origins[setting.name] == str(path)
@@ -207,7 +219,11 @@ def test_a_named_file_must_be_there_and_be_toml(tmp_path):
             3,
             "engine.max_runing (Python argument): unknown setting; did you mean engine.max_running?",
         ),
-        ("capacity", 3, "unknown setting; did you mean tiering.host.capacity or tiering.nvme.capacity?"),
+        (
+            "capacity",
+            3,
+            "unknown setting; did you mean tiering.host.capacity or tiering.nvme.capacity or tiering.remote.capacity?",
+        ),
         ("tiering.dram", {}, "tiering.dram (Python argument): unknown setting"),
     ],
 )

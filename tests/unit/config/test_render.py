@@ -63,6 +63,9 @@ def test_explain_names_the_source_of_every_line():
         "[tiering.host]",
         "[tiering.nvme]",
         "[server]",
+        "[service]",
+        "[events]",
+        "[router]",
         "[log]",
     ]
     assert tomllib.loads("\n".join(lines))["tiering"]["host"] == {

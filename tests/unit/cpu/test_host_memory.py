@@ -221,7 +221,7 @@ def test_deadline_in_the_middle_ends_the_run(monkeypatch: pytest.MonkeyPatch) ->
     keys = [ref.key for ref in refs]
     put(tier, refs, SIZE)
     deadline = time.monotonic() + 3600
-    monkeypatch.setattr("kvtier.cpu.tier._WINDOW_BYTES", SIZE)
+    monkeypatch.setattr("kvtier.cpu.batches._WINDOW_BYTES", SIZE)
     hook_bytes(monkeypatch, lambda: monkeypatch.setattr("kvtier.cpu.tier.expired", lambda _: True))
     done = tier.acquire(keys, "reader", deadline).wait()
     assert done.statuses == (Status.OK, Status.TIMEOUT, Status.TIMEOUT)

@@ -83,6 +83,18 @@ def test_what_is_dropped_on_its_way_is_not_waited_for(
     assert client.submit(PROMPT, BLOCKS).future.result(20) == Outcome("finished", 0)
 
 
+def test_what_the_directory_lost_and_host_still_holds_is_written_again(
+    prefill: RunningPrefill, client: PrefillClient
+) -> None:
+    assert client.submit(PROMPT, BLOCKS).future.result(20) == Outcome("finished", BLOCKS)
+    prefill.llm.store.lower[-1].remove(prefill.side.keys(PROMPT)[3:])
+    until(lambda: not any(prefill.visible(PROMPT)[3:]))
+    computed = prefill.llm.stats().computed_tokens
+    assert client.submit(PROMPT, BLOCKS).future.result(20) == Outcome("finished", BLOCKS)
+    assert all(prefill.visible(PROMPT))
+    assert prefill.llm.stats().computed_tokens < computed + len(PROMPT)
+
+
 def test_a_cancelled_prompt_is_computed_no_further(prefill: RunningPrefill, client: PrefillClient) -> None:
     prefill.model.let(0)
     handover = client.submit(PROMPT, BLOCKS)

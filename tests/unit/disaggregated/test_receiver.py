@@ -37,8 +37,10 @@ def test_what_is_short_or_there_or_to_be_scored_is_computed_here(prefill: Runnin
     metrics = prefill.llm.store.metrics
     assert metrics.value("handovers_total", ending="finished") == 2
     assert metrics.value("handed_blocks_total") == BLOCKS
+    assert not metrics.value("handovers_total", ending="away")
     receiver.close()
     assert receiver.begin([7, *PROMPT], GREEDY) is None
+    assert metrics.value("handovers_total", ending="away") == 1
 
 
 def test_what_comes_early_leaves_half_of_host_to_others(prefill: RunningPrefill, receiver: Receiver) -> None:

@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from scheduler_world import Fate, Stored, World, continuation
+from scheduler_device import continuation
+from scheduler_world import Fate, Stored, World
 
 from kvtier.engine import SamplingParams
 from kvtier.engine.request import Request, State
@@ -282,7 +283,7 @@ def test_who_is_swapped_out_before_it_copied_a_shared_tail_keeps_that_tail(numbe
 def test_never_fits_and_id_in_use_are_refused_at_once() -> None:
     made = world(blocks=2)
     params = SamplingParams(max_tokens=2)
-    with pytest.raises(RequestError, match="may grow to 9 tokens, the device pool holds 8"):
+    with pytest.raises(RequestError, match="may grow to 9 tokens, which takes 3 blocks, the device pool has 2"):
         made.scheduler.add(Request("big", range(7), params, 0, block_size=4, limit=100))
     made.add("same", [1], 2)
     with pytest.raises(RequestError, match="'same' is in use"):

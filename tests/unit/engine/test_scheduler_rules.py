@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from scheduler_world import Fate, World, continuation
+from scheduler_device import continuation
+from scheduler_world import Fate, World
 
 from kvtier.engine.plan import Draft, StepPlan
 from kvtier.engine.request import Request, State

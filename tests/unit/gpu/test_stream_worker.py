@@ -9,7 +9,7 @@ from stream_world import Device, forgetting, holds
 
 from kvtier.connector import ConnectorOptions, TierScheduler, TierWorker
 from kvtier.cpu import AttachedRegion, HostTier, StagingRegion
-from kvtier.hooks import Load, Save, Step, StepSpan, TransferPlan
+from kvtier.hooks import Load, Pending, Save, Step, StepSpan, TransferPlan
 from kvtier.keys import Namespace, store_keys
 from kvtier.layout import GroupKind, LayerGroup, Layout
 from kvtier.store import TieredStore
@@ -260,3 +260,41 @@ def test_regions_that_cannot_be_pinned_are_counted_and_copied_all_the_same(monke
         world.step(chat(1), (0, 1), (11, 12))
         world.settle()
         assert [holds(data, value) for data, value in zip(world.stored(chat(1)), (11, 12), strict=True)] == [True] * 2
+
+
+# ---- and that the scheduler half asks for
+
+
+def computed_behind_its_load(seed):
+    """A request comes back whose KV is in host: its load and what it goes on to compute are of one step."""
+    with world_of(seed, recompute_gate=False) as world:
+        early = Request("early", [*range(3 * SIZE)])
+        world.step(early, (1, 2, 3), (21, 22, 23))
+        world.settle()
+        late = Request("late", [*early.tokens, 5])
+        world.half._gate.link.observe(BLOCK_BYTES, 1e-3)
+        offer = world.half.match(late, 0)
+        until(lambda: not isinstance(world.half.match(late, 0), Pending))
+        offer = world.half.match(late, 0)
+        assert offer.tokens == 3 * SIZE
+        assert offer.seconds is not None
+        world.half.allocated(late, (4, 5, 6, 7), offer.tokens)
+        span = StepSpan(late, (4, 5, 6, 7), 3 * SIZE, late.num_tokens, exact=True)
+        plan = world.half.plan(Step(1, (span,), frozenset((4, 5, 6, 7))))
+        (job,) = plan.loads
+        assert plan.overlapped == {job}
+        assert not plan.saves
+        world.worker.begin(plan)
+        seen = forward(world, (4, 5, 6))
+        world.device.write(7, 24)
+        results = world.worker.end()
+        assert job in results.finished
+        assert world.half.completed(results).loaded == {"late": (3 * SIZE, True)}
+        world.streams.run()
+        return all(holds(data, value) for layer in seen for data, value in zip(layer, (21, 22, 23), strict=True))
+
+
+def test_what_lies_in_host_is_loaded_by_the_step_that_needs_it():
+    assert all(computed_behind_its_load(seed) for seed in SEEDS)
+    with forgetting("a layer is waited for"):
+        assert not all(computed_behind_its_load(seed) for seed in SEEDS)

@@ -6,9 +6,11 @@ from deepseek_reference import KINDS
 from deepseek_runs import GREEDY, TOKENS, Expected, expected
 from kvtier_engine import namespace_of, prefill_shape
 
-from kvtier.engine import Engine, EngineOptions, RequestOutput
+from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams
 from kvtier.engine.models import LoadedModel, load_model
 from kvtier.engine.models.deepseek_config import DeepseekConfig
+from kvtier.engine.sparse import Sparse
+from kvtier.errors import RequestError
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -76,3 +78,10 @@ def test_what_adapters_say_of_it(loaded: LoadedModel, reference: Expected) -> No
     half = load_model(reference.directory, torch.bfloat16)
     names = {namespace_of(model, model.model.layout(4)).digest for model in (loaded, half)}
     assert len(names) == 2
+
+
+def test_sparse_attention_over_latents_is_refused(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, EngineOptions(block_size=4, num_blocks=64))
+    with pytest.raises(RequestError, match="sparse='h2o': not with this model"):
+        engine.add("r", [1, 2, 3], SamplingParams(sparse=Sparse("h2o")))
+    assert not engine.has_work

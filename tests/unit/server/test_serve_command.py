@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.cli import main
 from kvtier.errors import ConfigError
-from kvtier.server.guards import read_api_keys
+from kvtier.http.keys import read_api_keys
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,14 @@
 import json
 import logging
 import socket
+from dataclasses import asdict
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_world import RunningServer, tiny_llm, until
+
+from kvtier.errors import FormatMismatch
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -199,7 +202,8 @@ def test_the_access_log_says_what_happened_and_nothing_of_what_was_said(server, 
     response = server.post("/v1/completions?secret=1", prompt="the secret", max_tokens=3, **GREEDY)
     server.get("/x%0aINFO forged")
     until(lambda: len(caplog.records) == 2)
-    record, forged = (vars(one) for one in caplog.records)
+    # A line is written once all of its answer is sent: the next request may be faster.
+    forged, record = sorted((vars(one) for one in caplog.records), key=lambda row: str(row["method"]))
     assert (record["method"], record["path"], record["status"]) == ("POST", "/v1/completions", 200)
     assert (record["prompt_tokens"], record["output_tokens"], record["client"]) == (10, 3, "127.0.0.1")
     assert record["request_id"] == response.headers["x-request-id"]
@@ -215,10 +219,59 @@ class Figures:
     def __init__(self, server):
         families = text_string_to_metric_families(server.get("/metrics").text)
         self._samples = [sample for family in families for sample in family.samples]
+        self.names = {sample.name for sample in self._samples}
 
     def __call__(self, name, **labels):
         found = [one for one in self._samples if one.name == name and labels.items() <= one.labels.items()]
         return sum(one.value for one in found)
+
+
+def test_every_figure_of_the_engine_is_told(server):
+    server.at_rest()
+    told = Figures(server)
+    counters = {
+        "steps",
+        "preemptions",
+        "swaps",
+        "device_hit_tokens",
+        "loaded_tokens",
+        "computed_tokens",
+        "draft_tokens",
+    }
+    counters |= {"accepted_tokens", "hook_errors"}
+    renamed = {
+        "accepted_tokens": "accepted_draft_tokens",
+        "num_blocks": "device_blocks",
+        "free_blocks": "device_blocks_free",
+        "kv_waste_total": "kv_waste_whole",
+    }
+    for name, value in asdict(server.llm.stats()).items():
+        title = f"kvtier_{renamed.get(name, name)}" + "_total" * (name in counters)
+        assert title in told.names
+        assert told(title) == pytest.approx(value), title
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_sparse_attention_that_the_model_cannot_have_is_refused(monkeypatch, stream):
+    """Of latents, and beside sliding windows."""
+    llm = tiny_llm(monkeypatch)
+    running = RunningServer(llm)
+
+    def refuses(*_args):
+        raise FormatMismatch("sparse attention over a mla pool")
+
+    try:
+        monkeypatch.setattr("kvtier.engine.runner.SparseAttention", refuses)
+        body = {"prompt": "x", "max_tokens": 3, "stream": stream, **GREEDY}
+        refused = running.post("/v1/completions", sparse={"kind": "quest"}, **body)
+        assert refused.status_code == 400
+        error = error_of(refused)
+        assert error["param"] == "sparse"
+        assert "not with this model" in error["message"]
+        running.at_rest()
+        assert running.post("/v1/completions", **body).status_code == 200
+    finally:
+        running.stop()
 
 
 def test_metrics(server):

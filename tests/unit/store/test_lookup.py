@@ -28,3 +28,16 @@ def test_needs_logarithmically_many_probes() -> None:
         index = _Index(held)
         assert leading_run(8192, index) == held
         assert index.probes <= 27
+
+
+@given(st.integers(0, 300), st.integers(0, 300))
+def test_a_wide_one_asks_twice_at_most(length: int, held: int) -> None:
+    batches = []
+    index = _Index(held)
+
+    def counted(blocks: Sequence[int]) -> list[bool]:
+        batches.append(len(blocks))
+        return index(blocks)
+
+    assert leading_run(length, counted, wide=True) == min(length, held)
+    assert len(batches) <= 2

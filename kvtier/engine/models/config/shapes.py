@@ -196,10 +196,10 @@ class ModelConfig:
     def layer_groups(self, dtype: str) -> tuple[LayerGroup, ...]:
         """Layer groups of the KV cache, for KV stored as `dtype` (a key of `layout.DTYPE_BYTES`).
 
-        Always one, because a device pool holds one. Where all layers have the same window it is the group's. Where
-        they differ the group has none: every layer keeps the KV of the whole context, and attention masks what is
-        behind a layer's own window (`windows`).
+        Always one, because a device pool holds one. Where all layers have a window, the widest is the group's, and
+        only its blocks are kept. Where some layers have none, neither has the group: every layer keeps the KV of the
+        whole context. Attention masks what is behind a layer's own window (`windows`).
         """
-        layers, windows = tuple(range(self.layers)), set(self.windows)
-        window = windows.pop() if len(windows) == 1 else None
+        layers, windows = tuple(range(self.layers)), [window for window in self.windows if window is not None]
+        window = max(windows) if len(windows) == self.layers else None
         return (LayerGroup(GroupKind.GQA, layers, 2, self.kv_heads, self.head_dim, dtype=dtype, window=window),)

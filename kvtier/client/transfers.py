@@ -1,0 +1,286 @@
+"""Blocks over one data port connection: what is asked for, where it goes, and how columns become results."""
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import xxhash
+
+from kvtier.client.decoding import check_digest
+from kvtier.client.pipeline import Incoming, Pipeline
+from kvtier.client.results import Block, Found, PutOutcome
+from kvtier.errors import FormatMismatch
+from kvtier.hints import Hint
+from kvtier.keys import STORE_KEY_BYTES
+from kvtier.wire import messages as wire
+from kvtier.wire.frames import Opcode, WireError
+from kvtier.wire.packing import pack_keys, unpack_keys, unpack_runs
+
+__all__ = [
+    "Ask",
+    "Places",
+    "asked_of",
+    "found_of",
+    "get_blocks",
+    "outcomes_of",
+    "put_blocks",
+    "put_head",
+    "remaining",
+    "requests",
+]
+
+_NO_PARENT = bytes(STORE_KEY_BYTES)
+_DIGEST_BYTES = 16
+
+Items: TypeAlias = wire.Got | wire.Leased
+
+
+class Ask(NamedTuple):
+    """What is to be read: of blocks of one chain, all parts (None) or some; see `DataClient.get_many`."""
+
+    ns: str
+    keys: Sequence[bytes]
+    parts: Sequence[int] | None
+    lossy: bool
+    each: bool
+    depth: int
+    deadline: float
+
+    def head(self, start: int, keys: Sequence[bytes], *, digests: bool) -> wire.Get:
+        """A request for some of the keys, the first of which is the `start`-th."""
+        return wire.Get(digests=digests, **self._common(start, keys))
+
+    def lease(self, start: int, keys: Sequence[bytes]) -> wire.Lease:
+        """Likewise, where they are to be leased."""
+        return wire.Lease(**self._common(start, keys))
+
+    def _common(self, start: int, keys: Sequence[bytes]) -> dict[str, Any]:
+        return {
+            "ns": self.ns,
+            "keys": pack_keys(keys),
+            "parts": None if self.parts is None else list(self.parts),
+            "lossy": self.lossy,
+            "each": self.each,
+            "depth": self.depth + start,
+            "timeout": remaining(self.deadline),
+        }
+
+
+class Places:
+    """Where the bytes of items go: the caller's buffers, or memory that is made for them.
+
+    Args:
+        ask: what is read.
+        into: one buffer per part of each key, key by key; None: none are given.
+
+    Raises:
+        FormatMismatch: not as many buffers as items, or one cannot be written.
+    """
+
+    def __init__(self, ask: Ask, into: Sequence[memoryview] | None) -> None:
+        self._parts = ask.parts
+        self._into = None if into is None else [memoryview(buffer).cast("B") for buffer in into]
+        self._width = 0
+        if self._into is not None and ask.keys:
+            self._width, rest = divmod(len(self._into), len(ask.keys))
+            if rest or not self._width or (ask.parts is not None and self._width != len(ask.parts)):
+                raise FormatMismatch(
+                    f"{len(self._into)} buffers for {len(ask.keys)} keys: expected one for every part of every key"
+                )
+            if any(buffer.readonly for buffer in self._into):
+                raise FormatMismatch("a buffer is read-only: expected writable ones")
+
+    def of(self, answer: Items, first: int) -> list[memoryview]:
+        """A buffer for each item of an answer to the keys from the `first`-th on.
+
+        Raises:
+            FormatMismatch: a buffer is too short, or the namespace has other parts.
+        """
+        if self._into is None:
+            memory, views, offset = np.empty(sum(answer.sizes), np.uint8).data, [], 0
+            for nbytes in answer.sizes:
+                views.append(memory[offset : offset + nbytes])
+                offset += nbytes
+            return views
+        return [
+            self._given(first + at, part, nbytes)
+            for at, part, nbytes in zip(answer.at, answer.parts, answer.sizes, strict=True)
+        ]
+
+    def _given(self, at: int, part: int, nbytes: int) -> memoryview:
+        place = part if self._parts is None else self._parts.index(part)
+        if self._into is None or place >= self._width:
+            raise FormatMismatch(f"part {part} of a block: there are buffers for {self._width}; give one per part")
+        buffer = self._into[at * self._width + place]
+        if buffer.nbytes < nbytes:
+            raise FormatMismatch(f"a buffer of {buffer.nbytes} bytes for a block of {nbytes}: give longer ones")
+        return buffer[:nbytes]
+
+
+def remaining(deadline: float) -> float:
+    """Seconds to tell the service, which takes none that are not above 0."""
+    return max(0.001, deadline - time.monotonic())
+
+
+def found_of(answer: Items, keys: Sequence[bytes], views: Sequence[memoryview], digests: bytes = b"") -> list[Found]:
+    """The items of an answer.
+
+    Args:
+        answer: its columns.
+        keys: that were asked for.
+        views: bytes of each item.
+        digests: column of them; empty: they were not asked for.
+
+    Raises:
+        WireError: the columns do not fit together.
+    """
+    count = len(answer.sizes)
+    columns = (answer.at, answer.parts, answer.exact, answer.depths, views)
+    packed = (answer.parents, digests)
+    if any(len(column) != count for column in columns) or any(len(column) not in (0, 16 * count) for column in packed):
+        raise WireError(f"an answer of {count} items whose columns have other lengths")
+    if sum(run for _, run in answer.tiers) != count or not all(0 <= at < len(keys) for at in answer.at):
+        raise WireError(f"an answer of {count} items with other tiers, or keys that were not asked for")
+    parents = unpack_keys(answer.parents, STORE_KEY_BYTES) if answer.parents else repeat(_NO_PARENT, count)
+    return [
+        Found(
+            keys[at],
+            part,
+            None if parent == _NO_PARENT else parent,
+            depth,
+            exact,
+            tier,
+            digests[_DIGEST_BYTES * number : _DIGEST_BYTES * (number + 1)],
+            view,
+        )
+        for number, (at, part, parent, depth, exact, tier, view) in enumerate(
+            zip(
+                answer.at,
+                answer.parts,
+                parents,
+                answer.depths,
+                answer.exact,
+                unpack_runs(answer.tiers),
+                views,
+                strict=True,
+            )
+        )
+    ]
+
+
+def get_blocks(pipeline: Pipeline, ask: Ask, into: Sequence[memoryview] | None, *, verify: bool) -> list[Found]:
+    """Read blocks over the socket."""
+    places = Places(ask, into)
+    most = pipeline.welcome.limits.keys
+    found: list[Found] = []
+    for start in range(0, len(ask.keys), most):
+        keys = ask.keys[start : start + most]
+        turn = pipeline.begin(Opcode.GET, ask.head(start, keys, digests=verify), (), ask.deadline)
+        got = pipeline.finish(turn, _Receiver(places, keys, start).take)
+        found += got
+        if not ask.each and len({item.key for item in got}) < len(set(keys)):
+            break
+    if verify:
+        for item in found:
+            check_digest(item.key, item.data, item.digest)
+    return found
+
+
+class _Receiver:
+    """Receives the answers to one `Get`, each item into its place."""
+
+    def __init__(self, places: Places, keys: Sequence[bytes], first: int) -> None:
+        self._places = places
+        self._keys = keys
+        self._first = first
+
+    def take(self, incoming: Incoming) -> list[Found]:
+        found: list[Found] = []
+        while incoming.more:
+            got = incoming.head(wire.Got)
+            if sum(got.sizes) != incoming.unread or min(got.sizes, default=1) < 1:
+                raise WireError(f"a body of {incoming.unread} bytes for items of {sum(got.sizes)}")
+            views = self._places.of(got, self._first)
+            for view in views:
+                incoming.body(view)
+            found += found_of(got, self._keys, views, got.digests)
+        return found
+
+
+# ---- putting
+
+
+def put_blocks(
+    pipeline: Pipeline, ns: str, blocks: Sequence[Block], deadline: float, *, verify: bool
+) -> list[PutOutcome]:
+    """Store blocks over the socket, as many requests as the service's limits need, without waiting in between."""
+    limits = pipeline.welcome.limits
+    turns = []
+    for some in requests(blocks, limits.keys, limits.batch_bytes):
+        views = [memoryview(block.data).cast("B") for block in some]
+        digests = b"".join([xxhash.xxh3_128_digest(view) for view in views]) if verify else b""
+        head = wire.Put(digests=digests, **put_head(ns, some, deadline))
+        turns.append((pipeline.begin(Opcode.PUT, head, views, deadline), len(some)))
+    outcomes: list[PutOutcome] = []
+    try:
+        while turns:
+            turn, count = turns.pop(0)
+            answer = pipeline.finish(turn, lambda incoming: incoming.head(wire.Outcomes))
+            outcomes += outcomes_of(answer, count)
+    finally:
+        for turn, _ in turns:
+            pipeline.abandon(turn)
+    return outcomes
+
+
+def put_head(ns: str, blocks: Sequence[Block], deadline: float) -> dict[str, Any]:
+    """The fields of a `Put` or `Stage` of blocks with one hint."""
+    parents = [block.parent or _NO_PARENT for block in blocks]
+    hint = blocks[0].hint
+    return {
+        "ns": ns,
+        "keys": pack_keys([block.key for block in blocks]),
+        "sizes": [memoryview(block.data).nbytes for block in blocks],
+        "parts": [block.part for block in blocks],
+        "depths": [block.depth for block in blocks],
+        "parents": pack_keys(parents) if any(block.parent is not None for block in blocks) else b"",
+        "exact": [block.exact for block in blocks],
+        "hint": None if hint is None else asked_of(hint),
+        "timeout": remaining(deadline),
+    }
+
+
+def asked_of(hint: Hint) -> wire.Asked:
+    """A hint as it is sent."""
+    return wire.Asked(hint.priority, hint.priority_ttl, hint.ttl, hint.reuse, hint.session)
+
+
+def outcomes_of(answer: wire.Outcomes, count: int) -> list[PutOutcome]:
+    """What became of so many blocks.
+
+    Raises:
+        WireError: the answer is about another number of them.
+    """
+    if sum(run for _, run in answer.outcomes) != count:
+        raise WireError(f"outcomes {answer.outcomes[:8]} of {count} blocks")
+    return [PutOutcome(name) for name in unpack_runs(answer.outcomes)]
+
+
+def requests(blocks: Sequence[Block], most_keys: int, most_bytes: int) -> Iterator[Sequence[Block]]:
+    """Consecutive blocks with one hint, within the limits, never apart the parts of one block."""
+    start = safe = nbytes = 0
+    for at, block in enumerate(blocks):
+        size = memoryview(block.data).nbytes
+        if at and block.key != blocks[at - 1].key:
+            safe = at
+        full = at - start >= most_keys or nbytes + size > most_bytes
+        if at > start and (full or block.hint != blocks[start].hint):
+            cut = at if block.hint != blocks[start].hint or safe <= start else safe
+            yield blocks[start:cut]
+            nbytes = sum(memoryview(block.data).nbytes for block in blocks[cut:at])
+            start = cut
+        nbytes += size
+    if start < len(blocks):
+        yield blocks[start:]

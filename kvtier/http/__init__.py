@@ -1,0 +1,10 @@
+"""What every HTTP server of this package shares. Needs the extra `server` (uvicorn).
+
+listening   an address, taken before anything else is opened
+draining    a server that lets what runs end when a signal comes
+access      the access log
+keys        API keys
+connection  work that ends when the client goes away
+"""
+
+__all__: list[str] = []

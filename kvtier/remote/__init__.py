@@ -1,0 +1,28 @@
+"""Remote tiers: blocks in a store that other machines share, behind the Tier protocol.
+
+backend    what a remote tier needs of the other side
+envelope   what a record says of itself, and what it is called
+tier       RemoteTier: the Tier protocol over any backend
+opening    from a URL to a tier
+valkey     Valkey and Redis
+"""
+
+from kvtier.remote.backend import Backend, BackendStats, Fetch, Stored, Upload
+from kvtier.remote.envelope import ENVELOPE_BYTES, NAME_BYTES, Envelope, record_name
+from kvtier.remote.opening import open_remote
+from kvtier.remote.tier import RemoteOptions, RemoteTier
+
+__all__ = [
+    "ENVELOPE_BYTES",
+    "NAME_BYTES",
+    "Backend",
+    "BackendStats",
+    "Envelope",
+    "Fetch",
+    "RemoteOptions",
+    "RemoteTier",
+    "Stored",
+    "Upload",
+    "open_remote",
+    "record_name",
+]

@@ -1,0 +1,264 @@
+"""One read under way: lease what is there, bring it into host, hand it out in place."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier import formats
+from kvtier.errors import LeaseError
+from kvtier.service.cache.errors import ServiceError
+from kvtier.service.cache.inflight import InFlight
+from kvtier.service.cache.namespaces import OpenNamespace
+from kvtier.service.cache.reading import Found, Reading
+from kvtier.store import Lease, TieredStore
+from kvtier.tiers import Handle, expired
+
+__all__ = ["Read", "ReadRequest"]
+
+_RAW = "raw"
+
+
+class ReadRequest(NamedTuple):
+    """What is asked for.
+
+    Args:
+        space: the namespace.
+        chain: chain keys.
+        parts: of each block.
+        owner: who holds what is found.
+        lossy: whether blocks that are not exact will do.
+        each: whatever is there; False: the leading run.
+        deadline: `time.monotonic()` seconds.
+        most: bytes, at most.
+        depth: of the first key in its chain.
+    """
+
+    space: OpenNamespace
+    chain: Sequence[bytes]
+    parts: Sequence[int]
+    owner: str
+    lossy: bool
+    each: bool
+    deadline: float
+    most: int
+    depth: int = 0
+
+
+class _Run:
+    """Consecutive blocks of the chain, from `start` on, under one lease."""
+
+    __slots__ = ("lease", "start", "tiers", "whole")
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.lease: Lease | None = None
+        self.tiers: list[str] = []
+        self.whole = 0
+
+
+class Read:
+    """Drives one read through the store's threads. Ends as a `Reading`, or lets go of everything.
+
+    Args:
+        store: the tenant's.
+        inflight: the tenant's.
+        request: what is asked for.
+        ended: told once that nothing is held any more.
+    """
+
+    def __init__(
+        self, store: TieredStore, inflight: InFlight, request: ReadRequest, ended: Callable[["Read"], object]
+    ) -> None:
+        self.future: Future[Reading] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._store = store
+        self._inflight = inflight
+        self._request = request
+        self._ended = ended
+        self._runs: list[_Run] = []
+        self._taken = 0
+        self._waiting = 0
+        self._over = False
+        self._reading: Reading | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def owner(self) -> str:
+        """Who reads."""
+        return self._request.owner
+
+    def start(self) -> None:
+        """Begin."""
+        ranges = self._present() if self._request.each else [(0, len(self._request.chain))]
+        self._runs = [_Run(start) for start, _ in ranges]
+        if not ranges:
+            self._hand_out()
+            return
+        self._waiting = len(ranges)
+        for run, (start, stop) in zip(self._runs, ranges, strict=True):
+            self._acquire(run, self._request.chain[start:stop])
+
+    def _present(self) -> list[tuple[int, int]]:
+        """Runs [start, stop) of blocks of which every part is somewhere."""
+        request = self._request
+        parts = len(request.parts)
+        names = self._store.whereabouts(request.space.keys(request.chain, request.parts), lossy=request.lossy)
+        there = [None not in names[at : at + parts] for at in range(0, len(names), parts)]
+        edges = np.flatnonzero(np.diff([False, *there, False]))
+        return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
+
+    def _acquire(self, run: _Run, chain: Sequence[bytes]) -> None:
+        request = self._request
+        future = self._store.acquire(
+            request.space.keys(chain, request.parts),
+            request.owner,
+            parts=len(request.parts),
+            lossy=request.lossy,
+            deadline=request.deadline,
+            depth=request.depth + run.start,
+        )
+        future.add_done_callback(partial(self._acquired, run))
+
+    def _acquired(self, run: _Run, future: "Future[Lease]") -> None:
+        with self._attempt():
+            if self._keeps(run, future.result()) and self._last():
+                self._take()
+                self._fetch()
+
+    def _keeps(self, run: _Run, lease: Lease) -> bool:
+        """Take a lease over; one that comes after the end is let go."""
+        with self._lock:
+            over = self._over
+            if not over:
+                run.lease = lease
+                run.tiers = [tier.name for tier, _ in lease.blocks]
+        if over:
+            self._store.release(lease)
+        return not over
+
+    def _take(self) -> None:
+        nbytes = sum(run.lease.nbytes(0, len(run.lease)) for run in self._runs if run.lease is not None)
+        if nbytes > self._request.most:
+            raise ServiceError(
+                "too_large",
+                f"{nbytes} bytes were found: at most {self._request.most} at a time; ask for fewer blocks",
+            )
+        self._inflight.take(nbytes)
+        with self._lock:
+            over = self._over
+            self._taken = 0 if over else nbytes
+        if over:
+            self._inflight.give(nbytes)
+
+    def _fetch(self) -> None:
+        """Bring into host what is not there."""
+        away = []
+        for run in self._runs:
+            if run.lease is None:
+                continue
+            run.whole = len(run.lease)
+            if any(tier is not self._store.host for tier, _ in run.lease.blocks):
+                away.append(run)
+        self._waiting = len(away)
+        if not away:
+            self._hand_out()
+        for run in away:
+            if run.lease is not None:
+                fetched = self._store.fetch(run.lease, 0, run.whole, deadline=self._request.deadline)
+                fetched.add_done_callback(partial(self._fetched, run))
+
+    def _fetched(self, run: _Run, future: "Future[int]") -> None:
+        with self._attempt():
+            run.whole = future.result()
+            if self._last():
+                self._hand_out()
+
+    def _hand_out(self) -> None:
+        request = self._request
+        if expired(request.deadline):
+            raise ServiceError("timeout", "the blocks did not arrive in time: ask again, or allow more time")
+        blocks = [found for run in self._runs for found in self._found(run)]
+        reading = Reading(blocks, len(blocks) // len(request.parts), self.end)
+        with self._lock:
+            over = self._over
+            self._reading = None if over else reading
+        if not over:
+            self.future.set_result(reading)
+
+    def _found(self, run: _Run) -> list[Found]:
+        if run.lease is None:
+            return []
+        parts, found = self._request.parts, []
+        held = run.lease.part(0, run.whole)
+        for at, ((_, handle), tier) in enumerate(zip(held, run.tiers, strict=False)):
+            block, part = divmod(at, len(parts))
+            key = self._request.chain[run.start + block]
+            found.append(self._one(key, parts[part], handle, tier))
+        return found
+
+    def _one(self, key: bytes, part: int, handle: Handle, tier: str) -> Found:
+        ref, space = handle.ref, self._request.space
+        parent = None if ref.parent is None else space.head(ref.parent, part)
+        host, layout = self._store.host, space.layout(part)
+        data = host.buffer(handle)[: handle.nbytes]
+        if handle.fmt == _RAW or layout is None:
+            locate = partial(host.span, handle)
+            return Found(key, part, ref.depth, parent, tier, data, exact=ref.exact, locate=locate)
+        raw = memoryview(bytearray(layout.block_bytes()))
+        formats.get(handle.fmt).decode(data, layout, raw)
+        return Found(key, part, ref.depth, parent, tier, raw.toreadonly(), exact=ref.exact)
+
+    def _last(self) -> bool:
+        with self._lock:
+            self._waiting -= 1
+            return not self._waiting
+
+    def _attempt(self) -> "_Attempt":
+        return _Attempt(self)
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error, unless it has ended."""
+        if self.end():
+            self.future.set_exception(error)
+
+    def abandon(self) -> None:
+        """Its owner is gone."""
+        with self._lock:
+            reading = self._reading
+        if reading is None:
+            self.fail(LeaseError(f"owner {self._request.owner!r} of this read is gone"))
+        else:
+            reading.close()
+
+    def end(self) -> bool:
+        """Let go of everything, whatever is still under way; whether this call did it."""
+        with self._lock:
+            if self._over:
+                return False
+            self._over = True
+            taken, self._taken = self._taken, 0
+        for run in self._runs:
+            if run.lease is not None:
+                self._store.release(run.lease)
+        self._inflight.give(taken)
+        self._ended(self)
+        return True
+
+
+class _Attempt:
+    """A step of a read in one of the store's threads: what it raises ends the read."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            self._read.fail(error)
+        return isinstance(error, Exception)

@@ -1,0 +1,166 @@
+"""Session: what one connection has, and loses when it ends."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kvtier.config import ServiceSettings
+from kvtier.cpu.region import MemoryRegion, round_up
+from kvtier.service.cache import Cache, Caller, Reading, ServiceError, Tokens
+from kvtier.service.data.buffers import BufferPool
+from kvtier.wire.packing import unpack_keys
+
+__all__ = ["Port", "Session"]
+
+# A token that was revoked opens nothing any more after this time, also on connections that are open.
+_TRUST_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """What all connections share."""
+
+    cache: Cache
+    tokens: Tokens
+    settings: ServiceSettings
+    buffers: BufferPool
+
+
+class Session:
+    """One connection's caller and what it holds. Used by the connection's thread alone.
+
+    Args:
+        port: see `Port`.
+        secret: the caller's token.
+        owner: names the connection to the cache.
+        local: whether it came over the Unix socket.
+
+    Raises:
+        ServiceError: unauthorized.
+    """
+
+    def __init__(self, port: Port, secret: str, owner: str, *, local: bool) -> None:
+        self.port = port
+        self.cache = port.cache
+        self.owner = owner
+        self.local = local
+        self.shared = False
+        # Bytes of a block of each namespace that was read lately: how much to read at a time where no layout says it.
+        self.typical: dict[str, int] = {}
+        self.staging: MemoryRegion | None = None
+        self._secret = secret
+        self._caller = port.tokens.caller(secret or None)
+        self._trusted_until = time.monotonic() + _TRUST_SECONDS
+        self._leases: dict[int, Reading] = {}
+        self._named = 0
+        self._sizes: dict[str, tuple[int, ...]] = {}
+        self._held = ExitStack()
+
+    @property
+    def caller(self) -> Caller:
+        """Who calls.
+
+        Raises:
+            ServiceError: unauthorized: the token was revoked, or has expired.
+        """
+        now = time.monotonic()
+        if now >= self._trusted_until:
+            self._caller = self.port.tokens.caller(self._secret or None)
+            self._trusted_until = now + _TRUST_SECONDS
+        return self._caller
+
+    def deadline(self, timeout: float | None) -> float:
+        """When a call that may take so many seconds is over."""
+        longest = self.port.settings.request_timeout
+        if timeout is not None and not timeout > 0:
+            raise ServiceError("invalid", f"timeout {timeout}: expected seconds, above 0")
+        return time.monotonic() + (longest if timeout is None else min(timeout, longest))
+
+    def block_bytes(self, name: str) -> tuple[int, ...]:
+        """Bytes of each part of a namespace's blocks, () for opaque ones. Told once: it only says how much to read at a
+        time.
+        """
+        sizes = self._sizes.get(name)
+        if sizes is None:
+            sizes = self._sizes[name] = self.cache.namespace(self.caller, name).block_bytes
+        return sizes
+
+    def keys(self, packed: bytes, width: int) -> list[bytes]:
+        """Keys as they came, no more than one call may have.
+
+        Raises:
+            ServiceError: too_large.
+            WireError: they are none.
+        """
+        keys = unpack_keys(packed, width)
+        most = self.port.settings.max_batch_keys
+        if len(keys) > most:
+            raise ServiceError("too_large", f"{len(keys)} keys in one call: at most {most}; split it")
+        return keys
+
+    @property
+    def holds(self) -> bool:
+        """Whether bytes may be touched that are held for it."""
+        return bool(self._leases)
+
+    @property
+    def may_share(self) -> bool:
+        """Whether it may map the tenant's memory: on this machine, and not restricted to some of its namespaces."""
+        return self.local and self.caller.namespaces is None
+
+    # ---- leases
+
+    def keep(self, reading: Reading) -> int:
+        """Hold a reading until it is released by this number, or the connection ends."""
+        self._named += 1
+        self._leases[self._named] = reading
+        return self._named
+
+    def release(self, lease: int) -> None:
+        """End a lease.
+
+        Raises:
+            ServiceError: invalid: there is none of this number.
+        """
+        reading = self._leases.pop(lease, None)
+        if reading is None:
+            raise ServiceError("invalid", f"lease {lease}: this connection holds none of that number")
+        reading.close()
+
+    def require_shared(self) -> None:
+        """Refuse what only connections with shared memory can do.
+
+        Raises:
+            ServiceError: invalid.
+        """
+        if not self.shared:
+            raise ServiceError("invalid", "this connection shares no memory: send a share first")
+
+    # ---- staging
+
+    def stage(self, nbytes: int) -> MemoryRegion:
+        """The connection's staging region, made once.
+
+        Raises:
+            ServiceError: invalid, too_large or busy.
+        """
+        if self.staging is not None:
+            raise ServiceError("invalid", "this connection has a staging region: open another connection for another")
+        most = self.port.settings.max_batch
+        if not 0 < nbytes <= most:
+            raise ServiceError("too_large", f"a staging region of {nbytes} bytes: expected 1 to {most}")
+        size = round_up(nbytes)
+        self._held.enter_context(self.port.buffers.charged(size))
+        self.staging = MemoryRegion(size, name="staging", writable=True)
+        self._held.callback(self.staging.close)
+        return self.staging
+
+    def close(self, log: Callable[[str], object]) -> None:
+        """Let go of everything that the connection held."""
+        if self._leases:
+            log(f"{len(self._leases)} leases end with it")
+        for lease in list(self._leases):
+            self.release(lease)
+        self.cache.release_owner(self.owner)
+        self._held.close()

@@ -1,0 +1,92 @@
+"""Columns of a head: keys and token ids packed, names as runs."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.keys import STORE_KEY_BYTES
+from kvtier.wire.frames import WireError
+
+__all__ = [
+    "LONGEST_KEY",
+    "Runs",
+    "pack_keys",
+    "pack_runs",
+    "pack_tokens",
+    "unpack_keys",
+    "unpack_runs",
+    "unpack_tokens",
+]
+
+LONGEST_KEY = 32
+
+_TOKEN = np.dtype("<u4")
+_MAX_TOKEN = 2**32 - 1
+
+Runs: TypeAlias = list[tuple[str, int]]
+"""Equal names that follow one another, with how many there are."""
+
+
+def pack_keys(keys: Sequence[bytes]) -> bytes:
+    """The first 16 bytes of each key, end to end: no more of them counts.
+
+    Raises:
+        WireError: a key is shorter, or too long to be one.
+    """
+    packed = b"".join([key[:STORE_KEY_BYTES] for key in keys])
+    if len(packed) != STORE_KEY_BYTES * len(keys) or max(map(len, keys), default=0) > LONGEST_KEY:
+        widths = sorted({len(key) for key in keys})
+        raise WireError(f"keys of {widths} bytes: expected {STORE_KEY_BYTES} to {LONGEST_KEY}")
+    return packed
+
+
+def unpack_keys(packed: bytes, width: int) -> list[bytes]:
+    """Keys of `width` bytes that lie end to end.
+
+    Raises:
+        WireError: no keys have this width, or these bytes are not whole keys.
+    """
+    if not STORE_KEY_BYTES <= width <= LONGEST_KEY or len(packed) % width:
+        expected = f"expected whole keys of {STORE_KEY_BYTES} to {LONGEST_KEY} bytes"
+        raise WireError(f"{len(packed)} bytes of keys, each of {width}: {expected}")
+    keys: list[bytes] = np.frombuffer(packed, f"V{width}").tolist() if packed else []
+    return keys
+
+
+def pack_runs(names: Sequence[str]) -> Runs:
+    """`["host", "host", "nvme"]` as `[("host", 2), ("nvme", 1)]`."""
+    count = len(names)
+    if count and names.count(names[0]) == count:  # nearly always, and ten times faster
+        return [(names[0], count)]
+    return [(name, len(list(group))) for name, group in groupby(names)]
+
+
+def unpack_runs(runs: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+    """What `pack_runs` packed."""
+    return tuple(name for name, count in runs for _ in range(count))
+
+
+def pack_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> bytes:
+    """Token ids as uint32le.
+
+    Raises:
+        WireError: one is none.
+    """
+    wide = np.asarray(tokens, dtype=np.int64)
+    if wide.size and not (0 <= int(wide.min()) and int(wide.max()) <= _MAX_TOKEN):
+        raise WireError(f"token ids {int(wide.min())}..{int(wide.max())}: expected 0..{_MAX_TOKEN}")
+    return wide.astype(_TOKEN).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> NDArray[np.uint32]:
+    """What `pack_tokens` packed, uint32 [tokens].
+
+    Raises:
+        WireError: these bytes are not whole token ids.
+    """
+    if len(packed) % _TOKEN.itemsize:
+        raise WireError(f"{len(packed)} bytes of token ids: expected {_TOKEN.itemsize} bytes each")
+    return np.frombuffer(packed, _TOKEN)

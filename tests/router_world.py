@@ -1,0 +1,53 @@
+"""A router in a thread, on a real socket."""
+
+import threading
+from typing import Any
+
+import httpx
+from events_world import until
+
+from kvtier.config import RouterSettings
+from kvtier.http.listening import listen
+from kvtier.router.app import Router
+from kvtier.router.fleet import Address
+from kvtier.router.run import RouterServer
+
+
+class RunningRouter:
+    """Serves from construction to `stop`."""
+
+    def __init__(self, places: list[Address], api_keys: tuple[str, ...] = (), **settings: Any) -> None:
+        settings = {"health_interval": 0.2, "connect_timeout": 5.0} | settings
+        self.router = Router(places, RouterSettings(**settings))
+        self.server = RouterServer(self.router, api_keys)
+        taken = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        self.http = httpx.Client(base_url=self.url, timeout=30, verify=False, trust_env=False)
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [taken]}, daemon=True)
+        self._thread.start()
+        until(lambda: self.server.started or not self._thread.is_alive())
+        assert self._thread.is_alive(), "the router did not start"
+
+    @property
+    def fleet(self) -> Any:
+        return self.router.fleet
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.router.telemetry.value(name, **labels)
+
+    def complete(self, prompt: Any, **body: Any) -> httpx.Response:
+        answer = self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2} | body)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    def engine_of(self, answer: httpx.Response) -> str:
+        return "http://" + answer.headers["x-kvtier-engine"]
+
+    def at_rest(self) -> None:
+        until(lambda: all((one.active, one.computing) == (0, 0) for one in self.fleet.engines))
+
+    def stop(self) -> None:
+        self.http.close()
+        self.server.handle_exit(15, None)
+        self._thread.join(20)
+        assert not self._thread.is_alive()

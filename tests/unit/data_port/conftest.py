@@ -1,0 +1,10 @@
+from collections.abc import Iterator
+
+import pytest
+from data_world import World, world
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world(tmp_path_factory.mktemp("data")) as made:
+        yield made

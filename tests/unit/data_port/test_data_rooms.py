@@ -1,0 +1,167 @@
+"""Bytes that are received into host memory stay where they are when they are put."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from data_world import BLOCK, NOTHING, World, blocks, chain, content, world
+from hypothesis import given, settings
+
+from kvtier.cpu import HostTier
+from kvtier.errors import FormatMismatch, LeaseError
+from kvtier.service.cache import BlockPut, PutOutcome
+from kvtier.store import TieredStore
+from kvtier.testing.blocks import chain_refs
+from kvtier.tiers import BlockRef, Handle
+
+SIZE = 5000
+PAGES = 8192
+
+
+@pytest.fixture
+def store() -> Iterator[TieredStore]:
+    made = TieredStore(HostTier(8 * PAGES))
+    yield made
+    made.host.check()  # type: ignore[attr-defined]
+    made.close()
+
+
+def received(store: TieredStore, *names: str) -> list[Handle]:
+    handles = store.private.room([SIZE] * len(names))
+    for handle, name in zip(handles, names, strict=False):
+        store.host.buffer(handle)[:SIZE] = name.encode() * (SIZE // len(name))
+    return handles
+
+
+def put(store: TieredStore, refs: list[BlockRef], handles: list[Handle]) -> list[str]:
+    items = [(ref, store.host.buffer(handle)[:SIZE]) for ref, handle in zip(refs, handles, strict=True)]
+    outcomes = store.put_each(items, owned=handles).result(5)
+    store.private.give_up(handles)
+    return list(outcomes)
+
+
+def read(store: TieredStore, refs: list[BlockRef]) -> list[str]:
+    lease = store.acquire([ref.key for ref in refs], "reader").result(5)
+    found = [bytes(store.host.buffer(handle)[:4]).decode() for _, handle in lease.blocks]
+    store.release(lease)
+    return found
+
+
+def test_the_memory_becomes_the_blocks_without_a_copy(store: TieredStore) -> None:
+    refs = chain_refs(3)
+    handles = received(store, "aaaa", "bbbb", "cccc")
+    where = [store.host.span(handle) for handle in handles]
+    assert put(store, refs, handles) == ["stored"] * 3
+    assert read(store, refs) == ["aaaa", "bbbb", "cccc"]
+    lease = store.acquire([ref.key for ref in refs], "reader").result(5)
+    assert [found.span for found in store.located(lease, 0, 3)] == where
+    store.release(lease)
+    stats = store.stats()["host"]
+    assert (stats["reservations"], stats["bytes"]) == (0, 3 * PAGES)
+
+
+def test_what_is_there_already_stays_and_the_room_is_freed(store: TieredStore) -> None:
+    refs = chain_refs(2)
+    put(store, refs, received(store, "aaaa", "bbbb"))
+    assert put(store, refs, received(store, "xxxx", "yyyy")) == ["joined"] * 2
+    assert read(store, refs) == ["aaaa", "bbbb"]
+    assert store.stats()["host"]["bytes"] == 2 * PAGES
+
+
+def test_where_nothing_may_leave_there_is_no_room(store: TieredStore) -> None:
+    refs = chain_refs(6)
+    put(store, refs[:4], received(store, *"abcd"))
+    put(store, refs[4:], received(store, *"ef"))
+    lease = store.acquire([ref.key for ref in refs], "reader").result(5)
+    assert store.private.room([SIZE] * 3) == []
+    assert store.stats()["host"]["reservations"] == 0
+    handles = received(store, "gggg")
+    assert len(handles) == 1
+    store.release(lease)
+    store.private.give_up(handles)
+    store.private.give_up(handles)
+
+
+def test_only_live_reservations_of_one_size_are_exchanged() -> None:
+    tier = HostTier(8 * PAGES)
+    one, other = (tier.reserve(chain_refs(1, seed=seed), [SIZE], ["raw"], "w")[0] for seed in (1, 2))
+    (longer,) = tier.reserve(chain_refs(1, seed=3), [SIZE + 1], ["raw"], "w")
+    assert isinstance(one, Handle)
+    assert isinstance(other, Handle)
+    assert isinstance(longer, Handle)
+    before = tier.span(one), tier.span(other)
+    with pytest.raises(FormatMismatch, match="5001"):
+        tier.exchange([(one, longer)])
+    tier.abort([other])
+    with pytest.raises(LeaseError):
+        tier.exchange([(one, other)])
+    assert tier.span(one) == before[0]
+    tier.check()
+    tier.close()
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3), st.booleans(), st.booleans()), max_size=25))
+@settings(max_examples=25, deadline=None)
+def test_any_mixture_of_ways_reads_back_what_was_put(steps: list[tuple[int, int, bool, bool]]) -> None:
+    """Against a dict: what is found is what was put first; nothing is held at the end."""
+    host = HostTier(6 * PAGES)
+    store = TieredStore(host)
+    kept: dict[bytes, str] = {}
+    for number, (seed, count, in_place, forgets) in enumerate(steps):
+        refs = chain_refs(count, seed=seed)
+        names = [f"{number:03d}{at}" for at in range(count)]
+        handles = received(store, *names) if in_place else []
+        if forgets:
+            store.private.give_up(handles)
+            continue
+        if handles:
+            outcomes = put(store, refs, handles)
+        else:
+            data = [memoryview(name.encode() * (SIZE // 4)) for name in names]
+            outcomes = store.put_each(list(zip(refs, data, strict=True))).result(5)
+        for ref, name, outcome in zip(refs, names, outcomes, strict=True):
+            if outcome == "stored":
+                kept[ref.key] = name
+        found = read(store, refs)
+        assert found == [kept[ref.key] for ref in refs[: len(found)]]
+        host.check()
+    stats = host.stats()
+    assert (stats["reservations"], stats["leases"]) == (0, 0)
+    store.close()
+
+
+def test_a_tenant_lends_a_part_of_its_memory_only(tmp_path: Path) -> None:
+    with world(tmp_path) as service, service.client() as client:
+        client.create_namespace("rooms", None)
+        caller = service.admin
+        share = (16 << 20) // 8
+        room = service.cache.room(caller, "rooms", [BLOCK] * (share // BLOCK))
+        assert room is not None
+        assert service.cache.room(caller, "rooms", [1]) is None
+        keys = chain(20, "beside")
+        assert set(client.put_many("rooms", blocks(keys))) == {PutOutcome.STORED}
+        room.close()
+        room.close()
+        again = service.cache.room(caller, "rooms", [BLOCK])
+        assert again is not None
+        again.views[0][:] = content(keys[0])
+        (outcome,) = service.cache.put(
+            caller, "rooms", [BlockPut(b"k" * 16, 0, None, -1, exact=True, data=again.views[0], owned=again.handles[0])]
+        ).result(5)
+        again.close()
+        assert outcome == "stored"
+        found = client.get("rooms", b"k" * 16)
+        assert found is not None
+        assert bytes(found.data) == content(keys[0])
+        client.close()
+        assert service.settled() == NOTHING
+
+
+def test_a_full_tenant_still_takes_puts(service: World) -> None:
+    with service.client() as client:
+        client.create_namespace("full", None)
+        for turn in range(8):
+            keys = chain(60, f"full{turn}")
+            assert set(client.put_many("full", blocks(keys))) == {PutOutcome.STORED}
+            assert len(client.get_many("full", keys)) == 60

@@ -1,0 +1,246 @@
+"""Models with a sliding window in all layers: the tokens of transformers, from the blocks of the window alone."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from family_reference import CASES, VOCAB, Case, saved
+from kvtier_engine import connect
+from tiny_model import tiny_tokenizer
+from transformers import PreTrainedModel
+
+from kvtier.cpu import HostTier
+from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams
+from kvtier.engine.models import LoadedModel
+from kvtier.engine.models.decoder import Decoder
+from kvtier.engine.models.weights import load_weights
+from kvtier.engine.rules import SchedulingRules
+from kvtier.engine.sparse import Sparse
+from kvtier.errors import RequestError
+from kvtier.store import TieredStore
+
+SIZE, WINDOW, TOKENS = 4, 17, 24
+GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+# More than a window holds at a time: its tokens, those of a step, and a block that neither begins nor ends with one.
+BUDGET = 16
+MOST = -(-(WINDOW + BUDGET) // SIZE) + 1
+
+
+def drawn(seed: int, count: int) -> list[int]:
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PROMPTS = {f"{seed}": drawn(seed, length) for seed, length in enumerate((150, 3, 71, 200, 18, 120))}
+
+
+class Windowed:
+    """A model, what transformers makes of prompts, and engines on it."""
+
+    def __init__(self, directory: Path, case: Case) -> None:
+        self.reference: PreTrainedModel = saved(directory, case)
+        model = Decoder(load_weights(directory), torch.float32, torch.device("cpu"))
+        self.model = LoadedModel(model, model.config, tiny_tokenizer(), directory.name)
+        self._expected: dict[tuple[int, ...], list[int]] = {}
+
+    def expected(self, prompt: list[int], count: int = TOKENS) -> list[int]:
+        key = tuple(prompt)
+        if key not in self._expected:
+            with torch.inference_mode():
+                out = self.reference.generate(
+                    torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                    max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
+                    eos_token_id=None, pad_token_id=0, use_cache=False,
+                )  # fmt: skip
+            self._expected[key] = out[0, len(prompt) :].tolist()
+        return self._expected[key][:count]
+
+    def engine(self, blocks: int, rules: SchedulingRules | None = None, running: int = 4) -> Engine:
+        return Engine(self.model, self.options(blocks, rules or SchedulingRules(), running))
+
+    @staticmethod
+    def options(blocks: int, rules: SchedulingRules, running: int = 4) -> EngineOptions:
+        return EngineOptions(
+            block_size=SIZE, num_blocks=blocks, max_running=running, token_budget=BUDGET, scheduling=rules
+        )
+
+    @contextlib.contextmanager
+    def tiered(self, blocks: int, rules: SchedulingRules | None = None) -> Iterator[tuple[Engine, TieredStore]]:
+        layout = self.model.model.layout(SIZE)
+        with contextlib.ExitStack() as stack:
+            store = stack.enter_context(contextlib.closing(TieredStore(HostTier(8 << 20))))
+            connection = connect(store, self.model, layout, BUDGET, recompute_gate=False)
+            stack.enter_context(contextlib.closing(connection))
+            hooks = (connection.scheduler, connection.worker)
+            yield Engine(self.model, self.options(blocks, rules or SchedulingRules()), hooks), store
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Windowed:
+    return Windowed(tmp_path_factory.mktemp("mistral"), CASES["mistral-window"])
+
+
+def finish(engine: Engine, *, limit: int = 3000) -> dict[str, RequestOutput]:
+    outputs: dict[str, RequestOutput] = {}
+    for _ in range(limit):
+        if not (engine.has_work or engine.busy):
+            break
+        outputs |= {output.id: output for output in engine.step()}
+    else:
+        raise AssertionError(f"no end in sight: {engine.stats()}")
+    engine._blocks.check()
+    assert engine.stats().free_blocks == engine.stats().num_blocks
+    return outputs
+
+
+def run(engine: Engine, prompts: dict[str, list[int]], params: SamplingParams = GREEDY) -> dict[str, RequestOutput]:
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, params)
+    return finish(engine)
+
+
+def agree(windowed: Windowed, outputs: dict[str, RequestOutput], prompts: dict[str, list[int]]) -> None:
+    for name, prompt in prompts.items():
+        assert list(outputs[name].token_ids) == windowed.expected(prompt), name
+
+
+def test_a_sequence_holds_its_window_alone(windowed: Windowed) -> None:
+    engine = windowed.engine(64)
+    prompt = PROMPTS["3"]
+    engine.add("r", prompt, GREEDY)
+    held, outputs = 0, {}
+    while engine.has_work:
+        outputs |= {output.id: output for output in engine.step()}
+        held = max(held, 64 - engine.stats().free_blocks)
+    agree(windowed, outputs, {"r": prompt})
+    assert held <= MOST
+    # 224 tokens of context fit into a pool of 11 blocks, 44 tokens.
+    small = windowed.engine(MOST)
+    agree(windowed, run(small, {"r": prompt}), {"r": prompt})
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_batches_in_a_pool_of_their_windows(windowed: Windowed, pipelined: bool) -> None:
+    engine = windowed.engine(3 * MOST, SchedulingRules(pipelined=pipelined))
+    agree(windowed, run(engine, PROMPTS), PROMPTS)
+    assert engine.stats().kv_waste_total < 0.35
+
+
+def test_preempted_and_computed_again(windowed: Windowed) -> None:
+    engine = windowed.engine(14, SchedulingRules(watermark=0.0))
+    prompts = {name: prompt[:7] for name, prompt in PROMPTS.items()}
+    agree(windowed, run(engine, prompts), prompts)
+    assert engine.stats().preemptions
+
+
+def test_a_cached_prefix_needs_its_last_window_alone(windowed: Windowed) -> None:
+    engine = windowed.engine(40)
+    prompt = PROMPTS["0"]
+    agree(windowed, run(engine, {"first": prompt}), {"first": prompt})
+    # Others push the oldest blocks out: the beginning of the prompt is gone from the device.
+    run(engine, {"other": PROMPTS["5"][:40]}, SamplingParams(max_tokens=1, ignore_eos=True))
+    pool, request = engine._blocks, [*prompt, *windowed.expected(prompt)[:-1], 5, 6]
+    outputs = run(engine, {"longer": request})
+    assert outputs["longer"].metrics.cached_tokens >= len(prompt) - SIZE
+    assert list(outputs["longer"].token_ids) == windowed.expected(request)
+    assert pool.cached_blocks < len(request) // SIZE
+
+
+def test_forks_and_beams_share_the_window(windowed: Windowed) -> None:
+    engine = windowed.engine(96)
+    engine.add("n", PROMPTS["0"], SamplingParams(max_tokens=12, n=3, temperature=0.0, ignore_eos=True))
+    sequences: dict[int, RequestOutput] = {}
+    while engine.has_work:
+        sequences |= {output.index: output for output in engine.step()}
+    assert [list(sequences[at].token_ids) for at in range(3)] == [windowed.expected(PROMPTS["0"], 12)] * 3
+    beams = SamplingParams(max_tokens=6, beam_width=2, n=2, ignore_eos=True)
+    found = []
+    for blocks in (96, 2 * MOST):
+        searching = windowed.engine(blocks)
+        searching.add("beams", PROMPTS["2"], beams)
+        found.append({})
+        while searching.has_work:
+            found[-1] |= {output.index: output.token_ids for output in searching.step()}
+    assert found[0] == found[1]
+    with torch.inference_mode():
+        out = windowed.reference.generate(
+            torch.tensor([PROMPTS["2"]]), attention_mask=torch.ones(1, 71, dtype=torch.long), max_new_tokens=6,
+            num_beams=2, do_sample=False, eos_token_id=None,
+            pad_token_id=0, use_cache=False,
+        )  # fmt: skip
+    assert list(found[0][0]) == out[0, len(PROMPTS["2"]) :].tolist()
+
+
+def test_only_the_window_is_loaded(windowed: Windowed) -> None:
+    prompt = PROMPTS["3"]
+    with windowed.tiered(32) as (engine, store):
+        agree(windowed, run(engine, {"first": prompt}), {"first": prompt})
+        engine.clear_device_cache()
+        before = store.metrics.value("loaded_bytes_total", tier="host")
+        outputs = run(engine, {"again": prompt})
+        agree(windowed, outputs, {"again": prompt})
+        assert outputs["again"].metrics.loaded_tokens == (len(prompt) - 1) // SIZE * SIZE
+        moved = store.metrics.value("loaded_bytes_total", tier="host") - before
+        assert moved == -(-(WINDOW - 1) // SIZE) * windowed.model.model.layout(SIZE).block_bytes()
+
+
+def test_a_window_that_fails_to_load_is_computed(windowed: Windowed, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = PROMPTS["3"]
+    with windowed.tiered(32) as (engine, _):
+        run(engine, {"first": prompt})
+        engine.clear_device_cache()
+        hook = engine._hook
+        assert hook is not None
+        completed, failures = hook._hook.completed, []
+
+        def some(results):  # type: ignore[no-untyped-def]
+            done = completed(results)
+            failures.extend(done.loaded)
+            return type(done)(dict.fromkeys(done.loaded, (160, True)), frozenset(done.loaded), done.released)
+
+        monkeypatch.setattr(hook._hook, "completed", some)
+        outputs = run(engine, {"again": prompt})
+        assert failures == ["again"]
+        agree(windowed, outputs, {"again": prompt})
+        assert outputs["again"].metrics.computed_tokens == len(prompt)
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_swapped_amid_aborts(windowed: Windowed, preemption: str) -> None:
+    rules = SchedulingRules(preemption=preemption, watermark=0.0)  # type: ignore[arg-type]
+    with windowed.tiered(MOST + 8, rules) as (engine, _):
+        dice, ended = random.Random(4), {}
+        for life in range(3):
+            for name, prompt in PROMPTS.items():
+                engine.add(f"{life}-{name}", prompt, GREEDY)
+            for _ in range(dice.randrange(40)):
+                ended |= {output.id: output for output in engine.step() if output.finish_reason == "length"}
+            engine.abort(f"{life}-{dice.randrange(6)}")
+            if life == 1:
+                engine.clear_device_cache()
+        ended |= {name: output for name, output in finish(engine).items() if output.finish_reason == "length"}
+        assert len(ended) >= 15
+        for name, output in ended.items():
+            assert list(output.token_ids) == windowed.expected(PROMPTS[name.partition("-")[2]])
+        stats = engine.stats()
+        assert stats.preemptions
+        assert bool(stats.swaps) == (preemption == "swap")
+        assert stats.hook_errors == 0
+
+
+def test_sparse_requests_are_refused_before_anything_changes(windowed: Windowed) -> None:
+    engine = windowed.engine(32)
+    with pytest.raises(RequestError, match="sparse='quest': not with this model"):
+        engine.add("r", PROMPTS["0"], SamplingParams(sparse=Sparse("quest")))
+    assert not engine.has_work
+    agree(windowed, run(engine, {"r": PROMPTS["2"]}), {"r": PROMPTS["2"]})
+
+
+def test_a_pool_that_holds_no_window_refuses_what_outgrows_it(windowed: Windowed) -> None:
+    engine = windowed.engine(5)
+    assert engine.max_model_len == 20
+    with pytest.raises(RequestError, match="context of 20"):
+        engine.add("long", PROMPTS["0"], GREEDY)
+    assert windowed.engine(MOST).max_model_len == windowed.model.config.max_positions
