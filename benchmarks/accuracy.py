@@ -218,8 +218,9 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--only", default=",".join(MODES), help="modes, by name")
     parser.add_argument("--expected", type=Path, help="file of what transformers said, written if absent")
+    parser.add_argument("--threads", type=int, default=2, help="of torch; 1 beside other work")
     args = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(args.threads)
     source = fetch_default_model(cache_dir(), lambda *_: None)
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     # min_new_tokens would forbid the end-of-sequence token; here it is a token like any other.

@@ -6,7 +6,7 @@ Names: bytes, match. Clients are processes of their own, and so are the service 
 server and Valkey. A call moves 32 MiB; puts are of fresh keys into a full host tier, gets land in memory that is there.
 
     service.rest.*        REST, through `kvtier.client`                      beside a raw TCP socket
-    service.data.tcp.*    the data port, digests compared                    beside Valkey with valkey-py, and raw TCP
+    service.data.tcp.*    the data port                                      beside Valkey with valkey-py, and raw TCP
     service.data.unix.*   its Unix socket                                    beside a raw Unix socket
     service.shm.*         shared memory                                      beside memcpy
     service.match         512 blocks each, eight clients: calls per second   beside EXISTS of 512 keys in Valkey

@@ -57,6 +57,8 @@ Owner: TypeAlias = str
 OWN_WORK = "store."
 """Owners that begin with this are the store itself: their leases are no use of a block, and renew no recency."""
 
+_FEW_TICKETS = 64
+
 
 class BlockRef(NamedTuple):
     """One part of one block, as tiers see it.
@@ -198,19 +200,39 @@ class Ticket:
 
 
 class Completions:
-    """Hands finished tickets to `poll`, in the order of completion; a ticket that nobody kept is dropped."""
+    """Hands finished tickets to `poll`, in the order of completion; a ticket that nobody kept is dropped. Thread-safe.
+
+    What it remembers is bounded by the tickets that are kept, whether anybody calls `poll` or not.
+    """
 
     def __init__(self) -> None:
         self._finished: deque[weakref.ref[Ticket]] = deque(maxlen=65536)
+        self._limit = _FEW_TICKETS
+        # A finalizer may end a ticket while this thread is in here.
+        self._lock = threading.RLock()
 
     def finish(self, ticket: Ticket, statuses: Sequence[Status], handles: Sequence[Handle] = ()) -> Ticket:
         """Complete a ticket and queue it for `poll`."""
         ticket.finish(statuses, handles)
-        self._finished.append(weakref.ref(ticket))
+        with self._lock:
+            self._finished.append(weakref.ref(ticket))
+            if len(self._finished) > self._limit:
+                self._forget_dropped()
         return ticket
+
+    def _forget_dropped(self) -> None:
+        for _ in range(len(self._finished)):
+            known = self._finished.popleft()
+            if known() is not None:
+                self._finished.append(known)
+        self._limit = 2 * len(self._finished) + _FEW_TICKETS
 
     def poll(self) -> list[Done]:
         """Results that became ready since the last call."""
+        with self._lock:
+            return self._ready()
+
+    def _ready(self) -> list[Done]:
         ready = []
         while self._finished:
             ticket = self._finished.popleft()()

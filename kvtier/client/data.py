@@ -4,6 +4,7 @@ It needs neither httpx nor torch. `kvtier.client.Client` adds REST's verbs, retr
 """
 
 import json
+import re
 import ssl
 import threading
 import time
@@ -34,6 +35,7 @@ __all__ = ["DataClient"]
 _T = TypeVar("_T")
 _A = TypeVar("_A", bound=msgspec.Struct)
 _STAGING = 32 << 20
+_LOOPBACK = re.compile(r"127\.|localhost:|\[::1\]:")
 
 
 class DataClient:
@@ -48,8 +50,8 @@ class DataClient:
         context: of TLS, which the port uses where REST does; None: without.
         shared: whether blocks go through shared memory over a Unix socket; None: where the service allows it.
         staging: bytes of memory for puts through it.
-        verify: compare what was read with its digest, and send digests along with puts; None: over TCP without TLS,
-            the only way on which bytes are guarded by nothing better than a 16-bit sum.
+        verify: compare what was read with its digest, and send digests along with puts; None: over TCP to another
+            machine without TLS, the only way on which bytes are guarded by nothing better than a 16-bit sum.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class DataClient:
         self._shared = shared if shared is not None else local
         self._must_share = bool(shared)
         self._staging = staging
-        self._verify = verify if verify is not None else not local and context is None
+        self._verify = verify if verify is not None else not (local or context or _LOOPBACK.match(address))
         self._lock = threading.Lock()
         self._pipeline: Pipeline | None = None
         self._memory: SharedMemory | None = None

@@ -44,8 +44,9 @@ class GuardedHook:
            for which `finished` returned True is released, provided that the worker reports its copies.
         3. None of those reports comes while a copy that the worker was told of before may still touch the blocks.
         4. A step that was planned without the hook waits for all copies out of the device, since which of them it
-           would overwrite is the hook's to know. And as the hook does not know what that step overwrote, it evacuates
-           nothing from then on: what it would have saved might be something else by now.
+           would overwrite is the hook's to know.
+        5. A hook that may think of a device block what is not so is torn, for good: because a step was planned without
+           it, or it was not to be told that a load is off. It saves what is computed, and neither loads nor evacuates.
 
     Args:
         hook: what the scheduler half of a connector is.
@@ -62,8 +63,8 @@ class GuardedHook:
         self._held: Counter[str] = Counter()  # ended requests whose blocks the engine keeps for the hook
         self._saves: set[int] = set()  # jobs that the worker was told of, and has not reported
         self._others: set[int] = set()  # likewise; evacuations have left the device before their step writes
-        self._torn = False  # whether a step was planned without the hook
-        self._refused: set[int] = set()  # evacuations of a torn hook, which have failed
+        self._torn = False
+        self._refused: set[int] = set()  # loads and evacuations of a torn hook, which have failed
         self._strays: list[_Stray] = []
         self.errors = 0
 
@@ -71,7 +72,7 @@ class GuardedHook:
 
     def match(self, request: RequestView, device_tokens: int) -> Match | Pending:
         """See `SchedulerHook.match`."""
-        if request.id in self._given_up:
+        if self._torn or request.id in self._given_up:
             return Match(0)
         with self._guard("match", request.id):
             return self._hook.match(request, device_tokens)
@@ -91,7 +92,7 @@ class GuardedHook:
         self, request: RequestView, block_ids: Sequence[int], num_tokens: int, *, exact: bool, forced: bool
     ) -> bool:
         """See `SchedulerHook.swap_out`. Raised: nothing was kept."""
-        if request.id in self._given_up:
+        if self._torn or request.id in self._given_up:
             return False
         with self._guard("swap_out", request.id):
             kept = self._hook.swap_out(request, block_ids, num_tokens, exact=exact, forced=forced)
@@ -111,13 +112,12 @@ class GuardedHook:
         with self._guard("plan"):
             plan = self._hook.plan(step)
             if self._torn:
-                self._refused.update(plan.evacuations)
-                plan = replace(plan, evacuations={})
+                self._refused.update(plan.loads, plan.evacuations)
+                plan = TransferPlan(saves=plan.saves, fences=plan.fences)
             self._saves.update(plan.saves)
             self._others.update(plan.loads, plan.evacuations)
             return plan
-        self._torn = True
-        self._give_up_all()
+        self._tear()
         return plan
 
     def completed(self, results: TransferResults) -> Completed:
@@ -156,6 +156,8 @@ class GuardedHook:
             held = True
             self._strays.append(_Stray("released", request_id, self._under_way()))
         self._held[request_id] += held
+        if failed and loading:
+            self._tear()
         return held
 
     @property
@@ -171,7 +173,7 @@ class GuardedHook:
 
     def _give_up(self, request_id: str) -> None:
         """The hook is to forget a request that goes on without it; who waits for its word gets the guard's."""
-        waits = self._under_way()
+        waits, loading = self._under_way(), request_id in self._loading
         self._given_up.add(request_id)
         for waiting, report in ((self._loading, "loaded"), (self._swapping, "swapped")):
             if request_id in waiting:
@@ -180,6 +182,15 @@ class GuardedHook:
         self._swapping.discard(request_id)
         with self._guard("finished", request_id):
             self._hook.finished(request_id, "preempt")
+            return
+        if loading:
+            self._tear()
+
+    def _tear(self) -> None:
+        if not self._torn:
+            self._torn = True
+            _log.error("the hook is torn: from now on it saves, and loads nothing")
+        self._give_up_all()
 
     def _give_up_all(self) -> None:
         for request_id in (*self._loading, *self._swapping):

@@ -17,6 +17,7 @@ __all__ = ["Batch", "Deadlines", "check_buffers"]
 _log = logging.getLogger(__name__)
 
 _LONGEST = 3600.0  # a deadline may be infinite, a wait may not
+_FEW_BATCHES = 64
 
 
 class Batch:
@@ -122,6 +123,7 @@ class Deadlines:
         self._name = name
         self._wake = threading.Condition()
         self._heap: list[tuple[float, int, weakref.ref[Batch]]] = []
+        self._limit = _FEW_BATCHES
         self._numbers = count()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -135,8 +137,16 @@ class Deadlines:
                 self._thread = threading.Thread(target=self._run, name=f"{self._name}-deadlines", daemon=True)
                 self._thread.start()
             heapq.heappush(self._heap, (deadline, next(self._numbers), weakref.ref(batch)))
+            self._compact()
             if self._heap[0][0] == deadline:
                 self._wake.notify()
+
+    def _compact(self) -> None:
+        # Deadlines may be far: what was done long before them must not pile up.
+        if len(self._heap) > self._limit:
+            self._heap = [watched for watched in self._heap if watched[2]() is not None]
+            heapq.heapify(self._heap)
+            self._limit = 2 * len(self._heap) + _FEW_BATCHES
 
     def close(self) -> None:
         """End the thread."""

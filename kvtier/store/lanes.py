@@ -23,7 +23,7 @@ __all__ = ["Alarm", "Lane", "Operation", "Steps"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_FEW_CALLS = 1024
+_FEW_CALLS = 64
 
 
 class Lane:

@@ -127,6 +127,20 @@ def test_whatever_raises_no_block_is_lost(methods: set[str], seed: int, share: f
     drive(world, seed)
 
 
+@pytest.mark.parametrize(
+    ("seed", "methods", "pipelined"),
+    [
+        (136, {"completed", "finished"}, False),
+        (483, {"busy", "finished", "plan", "prefetch", "swap_out"}, True),
+        (1415, {"finished", "plan"}, True),
+    ],
+)
+def test_a_hook_that_was_not_to_be_told_that_a_load_is_off(seed: int, methods: set[str], pipelined: bool) -> None:
+    """It would start it later, into blocks that are another request's by then."""
+    world, _ = raising_world(methods, seed, share=1.0, pipelined=pipelined)
+    drive(world, seed)
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_what_a_lost_plan_would_have_saved_is_not_saved_as_something_else(early: bool) -> None:
     """Its evacuations read blocks that others have overwritten since."""

@@ -4,7 +4,7 @@ import { el, figure, say, svg } from "./dom.js";
 import { clock } from "./format.js";
 
 const HEIGHT = 180;
-const EDGE = { left: 74, right: 12, top: 10, bottom: 24 };
+const EDGE = { left: 84, right: 12, top: 10, bottom: 24 };
 const TABLE_ROWS = 12;
 const STEPS = [10, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800];
 
@@ -127,11 +127,9 @@ export class Chart {
 
   grid(top, y, idle) {
     const right = this.width - EDGE.right;
-    const levels = [0, 0.5, 1].flatMap((part) => [
+    const levels = (idle ? [0] : [0, 0.5, 1]).flatMap((part) => [
       svg("line", { class: "grid", x1: EDGE.left, x2: right, y1: y(part * top), y2: y(part * top) }),
-      idle && this.top === null && part > 0
-        ? null
-        : svg("text", { x: EDGE.left - 8, y: y(part * top) + 4, "text-anchor": "end" }, this.text(part * top)),
+      svg("text", { x: EDGE.left - 8, y: y(part * top) + 4, "text-anchor": "end" }, this.text(part * top)),
     ]);
     const scale = (this.width - EDGE.left - EDGE.right) / (this.to - this.from);
     const times = timeTicks(this.from, this.to, Math.max(2, this.width / 110)).map((time) => {
@@ -139,7 +137,7 @@ export class Chart {
       return svg("text", { x, y: HEIGHT - 6, "text-anchor": x > right - 20 ? "end" : "middle" },
         clock(time, { short: this.to - this.from > 300 }));
     });
-    return [...levels, ...times].filter((node) => node !== null);
+    return [...levels, ...times];
   }
 
   nothing() {

@@ -5,6 +5,7 @@ import { Chart } from "./chart.js";
 import { byteRate, percent, rate, share } from "./format.js";
 
 const RECENT_SECONDS = 10;
+const SHORTEST_SECONDS = 60;
 
 // The sample of this moment comes in between two others: without the one before, its interval is not a moment's only.
 function points(times) {
@@ -40,8 +41,9 @@ export class Curves {
       empty: "No bytes in this time" });
     this.full = new Chart({ title: "Occupancy of tiers", text: percent, top: 1, empty: "No samples yet" });
     this.flows = new Chart({ title: "Flows of tiers", text: byteRate, base: 1024, empty: "No bytes in this time" });
-    this.lost = new Chart({ title: "Blocks evicted and dropped", text: rate, empty: "None in this time" });
-    byId("curves").replaceChildren(...[this.hits, this.callers, this.full, this.flows, this.lost].map((c) => c.node));
+    this.lost = new Chart({ title: "Blocks evicted and dropped", text: (value) => rate(value, "blocks"), empty: "None in this time" });
+    byId("curves").replaceChildren(...[this.hits, this.callers, this.full, this.flows].map(({ node }) => node));
+    byId("lost").replaceChildren(this.lost.node);
   }
 
   show(history, seconds) {
@@ -55,7 +57,9 @@ export class Curves {
       const rest = between(history[missing], chosen);
       return between(history[found], chosen).map((n, at) => share(n, rest[at]));
     };
-    const draw = (chart, series, at = ends) => chart.show(at, series, to - seconds, to);
+    // A young service fills the width with what there is.
+    const from = Math.max(to - seconds, Math.min(times[0], to - SHORTEST_SECONDS));
+    const draw = (chart, series, at = ends) => chart.show(at, series, from, to);
     draw(this.hits, [
       { name: "reads", kind: "first", values: ratio("hits", "misses") },
       { name: "matches", kind: "second", dashed: true, values: ratio("matched", "unmatched") },
@@ -68,8 +72,9 @@ export class Curves {
     draw(this.full, named.filter(([, tier]) => tier.capacity_bytes.some((n) => n > 0)).map(([name, tier]) => ({
       name, kind: name, values: chosen.map((at) => share(tier.bytes[at], tier.capacity_bytes[at] - tier.bytes[at])),
     })), chosen.map((at) => times[at]));
+    // What callers are handed lies in host: that it is read there is the curve beside this one.
     draw(this.flows, named.flatMap(([name, tier]) => [
-      { name: `${name} read`, kind: name, values: perSecond(tier.read_bytes) },
+      ...(name === "host" ? [] : [{ name: `${name} read`, kind: name, values: perSecond(tier.read_bytes) }]),
       { name: `${name} written`, kind: name, dashed: true, values: perSecond(tier.written_bytes) },
     ]));
     draw(this.lost, named.flatMap(([name, tier]) => [

@@ -41,20 +41,28 @@ export function bar(share, label, kind = "") {
  * A table that scrolls by itself where it is wider than the page, made once and then filled again and again, so that
  * focus and scroll stay where they are.
  *
- * columns: [title, kind] with kind one of "", "number", "extra" (left out on narrow screens).
+ * columns: [title, kinds] with kinds of: number; wide; unit: the title is the figure's unit where there is no head;
+ * extra: left out on narrow screens, where rows become paragraphs and the head goes. kind: "short": rows of one line.
+ * Roles are told, as what is laid out otherwise loses its own.
  */
-export function table(caption, columns, empty) {
-  const body = el("tbody");
-  const head = el("tr", {}, columns.map(([title, kind]) => el("th", { scope: "col", class: kind }, title)));
-  const whole = el("table", {}, el("caption", { class: "unseen" }, caption), el("thead", {}, head), body);
+export function table(caption, columns, empty, kind = "") {
+  const body = el("tbody", { role: "rowgroup" });
+  const head = el("tr", { role: "row" },
+    columns.map(([title, kinds]) => el("th", { scope: "col", role: "columnheader", class: kinds }, title)));
+  const whole = el("table", { role: "table", class: `rows ${kind}` }, el("caption", { class: "unseen" }, caption),
+    el("thead", { role: "rowgroup" }, head), body);
   const scroller = el("div", { class: "scroller", role: "region", "aria-label": caption, tabindex: "0" }, whole);
   const nothing = el("p", { class: "quiet" }, empty);
   const node = el("div", { class: "card" }, scroller, nothing);
   const show = (rows) => {
     body.replaceChildren(
       ...rows.map((cells) =>
-        el("tr", {}, cells.map((cell, at) => el(at === 0 ? "th" : "td",
-          at === 0 ? { scope: "row", class: columns[at][1] } : { class: columns[at][1] }, cell)))),
+        el("tr", { role: "row" }, cells.map((cell, at) => {
+          const [title, kinds] = columns[at];
+          return at === 0
+            ? el("th", { scope: "row", role: "rowheader", class: kinds }, cell)
+            : el("td", { role: "cell", class: kinds, "data-title": title }, cell);
+        }))),
     );
     scroller.hidden = rows.length === 0;
     nothing.hidden = rows.length > 0;

@@ -9,7 +9,7 @@ const DRAW_MS = 250;
 const RATE_MS = 5000;
 const RETRY_MS = 2000;
 
-const COLUMNS = [["Time", ""], ["Event", ""], ["Tier", ""], ["Namespace", ""], ["Blocks", "number"],
+const COLUMNS = [["Time", ""], ["Event", ""], ["Tier", ""], ["Namespace", ""], ["Blocks", "number unit"],
   ["First key", "extra"], ["Reason", ""]];
 
 function cells({ kind, data }) {
@@ -27,7 +27,7 @@ export class Events {
     this.last = null;
     this.paused = false;
     this.stop = new AbortController();
-    this.table = table("Latest events, newest first", COLUMNS, "No event since this page was opened.");
+    this.table = table("Latest events, newest first", COLUMNS, "No event since this page was opened.", "short");
     byId("events").replaceChildren(this.table.node);
     byId("events-pause").addEventListener("click", () => this.pause());
     setInterval(() => this.draw(), DRAW_MS);
@@ -73,7 +73,7 @@ export class Events {
     const since = Date.now() - RATE_MS;
     this.arrived = this.arrived.filter(({ at }) => at >= since);
     const blocks = this.arrived.reduce((sum, one) => sum + one.blocks, 0);
-    say(byId("events-rate"), `${rate((blocks * 1000) / RATE_MS)} blocks`);
+    say(byId("events-rate"), `${rate((blocks * 1000) / RATE_MS, "blocks")}`);
     if (!this.changed || this.paused) return;
     this.changed = false;
     this.table.show(this.rows.map(cells));

@@ -21,8 +21,8 @@ export function count(value) {
   return Math.round(value).toLocaleString("en");
 }
 
-export function rate(value) {
-  return `${value >= 10 ? count(value) : Number(value.toPrecision(2))}/s`;
+export function rate(value, what = "") {
+  return `${value >= 10 ? count(value) : Number(value.toPrecision(2))}${what === "" ? "" : ` ${what}`}/s`;
 }
 
 export function percent(share) {

@@ -63,10 +63,10 @@ function show(stats, history) {
 }
 
 // The figures that were shown stay, as of then.
-function lost(error) {
-  state.since ??= Date.now() / 1000;
-  const why = error instanceof Refused ? error.message : "no answer";
-  status("lost", `Unreachable since ${clock(state.since)} (${why}), trying again`);
+function lost(error, since) {
+  state.since ??= since;
+  const [what, why] = error instanceof Refused ? ["No figures", ` (${error.message})`] : ["Unreachable", ""];
+  status("lost", `${what} since ${clock(state.since)}${why}, trying again`);
   say(byId("uptime"), "");
 }
 
@@ -74,7 +74,7 @@ function enter(error) {
   const first = byId("entry").hidden;
   status("closed", "Token needed");
   say(byId("uptime"), "");
-  say(byId("entry-error"), token.get() === null ? "" : error.message);
+  say(byId("entry-error"), token.get() === null && error.status === 401 ? "" : error.message);
   leave();
   byId("figures").hidden = byId("first").hidden = true;
   byId("entry").hidden = false;
@@ -91,21 +91,26 @@ function leave() {
 async function poll() {
   clearTimeout(state.timer);
   const mine = (state.asked += 1);
-  const query = new URLSearchParams({ seconds: state.seconds });
-  if (state.tenant !== ALL) query.set("tenant", state.tenant);
+  const began = Date.now() / 1000;
   let then = () => {};
   try {
-    const [stats, history] = await Promise.all([ask("/v1/stats"), ask(`/v1/stats/history?${query}`)]);
+    const stats = await ask("/v1/stats");
     showTenants(stats.tenants.map(({ name }) => name));
+    const query = new URLSearchParams({ seconds: state.seconds });
+    if (state.tenant !== ALL) query.set("tenant", state.tenant);
+    const history = await ask(`/v1/stats/history?${query}`);
     then = () => show(stats, history);
   } catch (error) {
     const closed = error instanceof Refused && (error.status === 401 || error.status === 403);
-    then = () => (closed ? enter(error) : lost(error));
+    then = () => (closed ? enter(error) : lost(error, began));
   }
   // Another one was asked for meanwhile: its answer is what counts.
   if (mine !== state.asked) return;
-  then();
-  if (byId("entry").hidden && !document.hidden) state.timer = setTimeout(poll, POLL_MS);
+  try {
+    then();
+  } finally {
+    if (byId("entry").hidden && !document.hidden) state.timer = setTimeout(poll, POLL_MS);
+  }
 }
 
 byId("entry-form").addEventListener("submit", (event) => {

@@ -30,9 +30,11 @@ function tile(title, value, text, note = null) {
     el("dd", {}, figure(value, text), note === null ? null : el("small", {}, note)));
 }
 
-function tier(name, stats, flow) {
+// handed: bytes that callers were handed, all of them from host memory, in place.
+function tier(name, stats, flow, handed) {
   const full = share(stats.bytes, stats.capacity_bytes - stats.bytes);
-  const rows = [["Blocks", stats.blocks, count], ["Read", flow.read_bytes, bytes], ["Written", flow.written_bytes, bytes],
+  const read = name === "host" ? ["Handed out", handed, bytes] : ["Read", flow.read_bytes, bytes];
+  const rows = [["Blocks", stats.blocks, count], read, ["Written", flow.written_bytes, bytes],
     ["Evicted", sum(Object.values(flow.evicted), (n) => n), count],
     ["Dropped", sum(Object.values(flow.dropped), (n) => n), count], ["Corrupt", flow.corrupt, count]];
   const known = stats.capacity_bytes > 0;
@@ -57,6 +59,13 @@ function spread({ p50, p99 }) {
     svg("line", { class: "span", x1: place(p50), x2: place(p99), y1: 6, y2: 6 }),
     svg("circle", { class: "half", cx: place(p50), cy: 6, r: 4 }),
     svg("circle", { class: "most", cx: place(p99), cy: 6, r: 4 }));
+}
+
+// How calls ended that did not end well: figures and words, as children of an element.
+function otherwise(outcomes) {
+  const rest = Object.entries(outcomes).filter(([outcome]) => outcome !== "ok");
+  return rest.flatMap(([outcome, n], at) =>
+    [at > 0 ? ", " : "", figure(n, count), ` ${outcome.replaceAll("_", " ")}`]);
 }
 
 export class Sections {
@@ -85,7 +94,8 @@ export class Sections {
     const tiers = together(tenants.map(({ tiers: own }) => own));
     const flows = together(tenants.map(({ flows: own }) => own));
     this.tiles(stats, tenants, tiers, history);
-    byId("tiers").replaceChildren(...Object.keys(flows).map((name) => tier(name, tiers[name], flows[name])));
+    const handed = sum(tenants, (one) => one.out_bytes);
+    byId("tiers").replaceChildren(...Object.keys(flows).map((name) => tier(name, tiers[name], flows[name], handed)));
     this.showSpaces(tenants);
     this.showTenants(stats.tenants);
     this.showLosses(flows);
@@ -149,8 +159,7 @@ export class Sections {
     const calls = ({ outcomes }) => sum(Object.values(outcomes), (n) => n);
     this.verbs.show([...verbs].sort((a, b) => calls(b) - calls(a)).map((verb) => [
       el("code", {}, verb.verb), figure(verb.outcomes.ok ?? 0, count),
-      el("span", {}, Object.entries(verb.outcomes).filter(([outcome]) => outcome !== "ok").flatMap(([outcome, n], at) =>
-        [at > 0 ? ", " : "", figure(n, count), ` ${outcome.replaceAll("_", " ")}`])),
+      otherwise(verb.outcomes),
       figure(verb.p50, seconds), figure(verb.p99, seconds), spread(verb),
     ]));
   }

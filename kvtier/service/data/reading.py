@@ -18,7 +18,7 @@ __all__ = ["answer_get", "answer_lease"]
 
 # The first window is on its way soon; later ones cost less per byte.
 _WINDOW_BYTES = 2 << 20
-_WIDEST_BYTES = 8 << 20
+_WIDEST_BYTES = 16 << 20
 # Of blocks whose size is not known before they are found.
 _OPAQUE_BLOCKS = 4
 # A cache ends its calls in time; where it does not, the connection is not to hang.

@@ -11,18 +11,21 @@ from typing import Self
 import msgspec
 import pytest
 import trustme
-from data_world import HEADER, NOTHING, World, blocks, chain, content, descriptors, message, threads, world
+from data_world import BLOCK, HEADER, NOTHING, World, blocks, chain, content, descriptors, message, threads, world
 
 from kvtier.client.data import DataClient
 from kvtier.client.errors import (
     Busy,
     DeadlineExceeded,
     Interrupted,
+    Invalid,
     ProtocolError,
     Refused,
     Unauthorized,
     Unreachable,
+    WrongDigest,
 )
+from kvtier.client.stream import PlainStream
 from kvtier.config import ServiceSettings
 from kvtier.errors import ConfigError
 from kvtier.service.cache import Scope
@@ -328,3 +331,43 @@ class SlowService:
         self._listener.close()
         for thread in self._threads:
             thread.join(5)
+
+
+@pytest.mark.parametrize(
+    ("address", "more", "expected"),
+    [
+        ("10.0.0.7:7701", {}, True),
+        ("cache.example:7701", {}, True),
+        ("10.0.0.7:7701", {"context": ssl.create_default_context()}, False),
+        ("127.0.0.1:7701", {}, False),
+        ("[::1]:7701", {}, False),
+        ("unix:/run/kvtier.sock", {}, False),
+        ("127.0.0.1:7701", {"verify": True}, True),
+    ],
+)
+def test_digests_travel_where_bytes_are_not_guarded_otherwise(address: str, more: dict, expected: bool) -> None:  # type: ignore[type-arg]
+    assert DataClient(address, **more)._verify is expected
+
+
+def test_bytes_that_arrive_damaged_are_an_error(service: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with service.client(verify=True) as client:
+        client.create_namespace("damaged", None)
+        keys = chain(3, "damaged")
+        assert set(client.put_many("damaged", blocks(keys))) == {"stored"}
+        assert len(client.get_many("damaged", keys)) == 3
+        honest = PlainStream.receive
+
+        def flips(stream: PlainStream, out: memoryview, seconds: float) -> None:
+            honest(stream, out, seconds)
+            if out.nbytes == BLOCK:
+                out[100] ^= 1
+
+        monkeypatch.setattr(PlainStream, "receive", flips)
+        with pytest.raises(WrongDigest, match=keys[0].hex()):
+            client.get_many("damaged", keys)
+        with pytest.raises(Invalid) as refused:
+            client.put_many("damaged", blocks(chain(1, "on the way")))
+        assert refused.value.code == "wrong_digest"
+        monkeypatch.undo()
+        assert client.get("damaged", chain(1, "on the way")[0]) is None
+        assert len(client.get_many("damaged", keys)) == 3

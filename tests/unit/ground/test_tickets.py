@@ -42,6 +42,21 @@ def test_completions_come_in_order_once_and_only_for_kept_tickets() -> None:
     assert [done.ticket for done in completions.poll()] == [kept[2]]
 
 
+def test_completions_that_nobody_polls_do_not_pile_up() -> None:
+    completions = Completions()
+    kept = [Ticket() for _ in range(100)]
+    for ticket in kept:
+        completions.finish(ticket, [Status.OK])
+        for _ in range(100):
+            completions.finish(Ticket(), [Status.OK])
+    assert len(completions._finished) <= 3 * len(kept)
+    assert [done.ticket for done in completions.poll()] == kept
+    assert completions.poll() == []
+    for _ in range(1000):
+        completions.finish(Ticket(), [Status.OK])
+    assert len(completions._finished) <= 3 * len(kept)
+
+
 def test_checksum_covers_key_namespace_format_and_bytes() -> None:
     digests = [b"n" * 32, b"m" * 32]
     ns, other = map(namespace_index, digests)

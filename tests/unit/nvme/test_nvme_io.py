@@ -2,14 +2,17 @@
 
 import os
 import random
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvtier.nvme.batch import Batch, Deadlines
 from kvtier.nvme.extents import PAGE, Extent, pages_for
 from kvtier.nvme.io import BlockIO, Transfer, transfers
 from kvtier.nvme.segments import Segments, aligned_buffer, takes_direct_io
+from kvtier.tiers import Status
 
 _FILE_PAGES = 64
 
@@ -138,3 +141,24 @@ def test_cut_gives_space_back(segments: Segments, tmp_path: Path) -> None:
         "seg-00000.kv": _FILE_PAGES * PAGE,
         "seg-00001.kv": 3 * PAGE,
     }
+
+
+def test_what_was_done_long_before_its_deadline_is_forgotten(segments: Segments) -> None:
+    blocks, deadlines = BlockIO(segments, 1, "t"), Deadlines("t")
+
+    def batch(ended: list[Status]) -> Batch:
+        items = [_transfer((Extent(0, 1),), 1, _buffer(1, 0))]
+        return Batch(blocks, items, None, lambda _: [Status.OK], ended.extend, Status.MISS)
+
+    late: list[Status] = []
+    kept = batch(late)
+    kept._left, kept._waiting = 1, {0}
+    deadlines.watch(kept, time.monotonic() + 0.5)
+    for _ in range(1000):
+        deadlines.watch(batch([]), time.monotonic() + 1e6)
+    assert len(deadlines._heap) < 100
+    until = time.monotonic() + 10
+    while not late and time.monotonic() < until:
+        time.sleep(0.005)
+    deadlines.close()
+    assert late == [Status.TIMEOUT]

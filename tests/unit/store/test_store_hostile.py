@@ -107,7 +107,7 @@ def test_the_alarm_forgets_what_was_done_long_before_its_deadline() -> None:
     alarm.at(time.monotonic() + 1e6, lambda: None, weakref.ref(kept))
     for _ in range(20_000):
         alarm.at(time.monotonic() + 1e6, lambda: None, weakref.ref(Work()))
-    assert len(alarm._calls) < 4096
+    assert len(alarm._calls) < 100
     assert any(call[3]() is kept for call in alarm._calls)
     alarm.close()
 
@@ -118,7 +118,7 @@ def test_pins_that_were_ended_early_do_not_pile_up_either(store: TieredStore) ->
     for number in range(5000):
         store.pin(keys("a", 1), str(number), ttl=1e6)
         store.unpin(str(number))
-    assert len(store._deadlines._alarm._calls) < 4096
+    assert len(store._deadlines._alarm._calls) < 100
     assert store.stats()["store"]["pins"] == 1
     store.unpin("stays")
 
