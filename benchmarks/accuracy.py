@@ -7,7 +7,8 @@
 of them differ first where the reference's top two logits are closer than 1e-3. 32 tokens each.
 `--quick`: 6 short and 2 long prompts, 24 tokens. `--expected FILE` keeps what transformers said for the next run.
 
-Modes: alone, batched, preempted (a pool for a fifth of the batch; recompute), swapped (the same, through host),
+Modes: alone, batched, preempted (a pool for a
+fifth of them, half of a better class; recompute), swapped (the same, through host),
 tiered (from the device, from host, from NVMe after a restart, raw and bitsplit), speculative, forked (n = 3), aborts,
 disaggregated (prompts computed in another process).
 """
@@ -17,7 +18,7 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,23 @@ def batched(task: Task) -> list[Outputs]:
 
 
 def preempted(task: Task, preemption: str = "recompute") -> list[Outputs]:
+    """Every second request is of a better class and comes when the pool is full of the others."""
     longest = max(map(len, task.prompts)) + task.tokens
-    settings = {"num_blocks": 4 * (-(-longest // 16)), "preemption": preemption}
-    with task.llm({"host": {"capacity": "2GiB"}}, **settings) as llm:
-        outputs = drive(llm.engine, task.prompts, task.params)
-        print(f"  {preemption}: {llm.engine.stats().preemptions} preemptions", flush=True)
+    rules = {"order": "priority", "victims": "class", "watermark": 0.0, "preemption": preemption}
+    with task.llm({"host": {"capacity": "2GiB"}}, num_blocks=4 * -(-longest // 16), **rules) as llm:
+        engine, better = llm.engine, replace(task.params, priority=-1)
+        waiting = [number for number in range(len(task.prompts)) if number % 2]
+        for number in range(0, len(task.prompts), 2):
+            engine.add(f"r{number}", task.prompts[number], task.params)
+
+        def one_more() -> None:
+            if waiting:
+                number = waiting.pop()
+                engine.add(f"r{number}", task.prompts[number], better)
+
+        outputs = finish(engine, "r", len(task.prompts), one_more)
+        stats = engine.stats()
+        print(f"  {preemption}: {stats.preemptions} preemptions, {stats.swaps} swaps", flush=True)
         return [outputs]
 
 

@@ -22,7 +22,7 @@ _CHAINS: dict[int, list[bytes]] = {}
 
 
 def soak(way: str, address: str, namespace: str, chains: int, seed: int, pipe: Connection) -> None:
-    """Call until something comes through the pipe, then answer with the tally."""
+    """Say so after the first call, go on until something comes through the pipe, then answer with the tally."""
     client: Client | DataClient
     if way == "rest":
         client = Client(address, options=ClientOptions(data="never", timeout=_TIMEOUT, attempts=1))
@@ -30,6 +30,8 @@ def soak(way: str, address: str, namespace: str, chains: int, seed: int, pipe: C
         client = DataClient(address, shared=way == "shm", timeout=_TIMEOUT)
     with client:
         soaker = Soaker(client, namespace, chains, seed)
+        soaker.turn()
+        pipe.send(None)
         while not pipe.poll(0):
             soaker.turn()
         soaker.end()

@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from kvtier.engine.models.catalog import cache_dir, fetch_default_model
 from kvtier.errors import ModelError
+
+# A machine that is busy otherwise makes an example slow, not wrong.
+settings.register_profile("kvtier", deadline=None)
+settings.load_profile("kvtier")
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 

@@ -88,10 +88,12 @@ class World:
 
     def holds(self) -> dict[str, int]:
         """Everything that a connection could leave behind."""
-        stats = [tenant.tiers for tenant in self.cache.stats(self.admin).tenants]
+        tenants = self.cache.stats(self.admin).tenants
+        stats = [tenant.tiers for tenant in tenants]
         return {
             "connections": self.server.connections,
             "buffers": self.server.buffer_bytes,
+            "readings": sum(tenant.leases for tenant in tenants),
             "leases": sum(tiers["store"]["leases"] + tiers["host"]["leases"] for tiers in stats),
             "reservations": sum(tiers["host"]["reservations"] for tiers in stats),
         }
@@ -112,7 +114,7 @@ class World:
         self.cache.close()
 
 
-NOTHING = {"connections": 0, "buffers": 0, "leases": 0, "reservations": 0}
+NOTHING = {"connections": 0, "buffers": 0, "readings": 0, "leases": 0, "reservations": 0}
 
 
 class Talk:

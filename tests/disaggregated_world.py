@@ -51,13 +51,16 @@ class GatedModel(TinyModel):
             self._changed.notify_all()
 
 
-def tiny_prefill_llm(monkeypatch: pytest.MonkeyPatch, directory: Path, **nvme: Any) -> AsyncLLM:
+def tiny_prefill_llm(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, remote: dict[str, Any] | None = None, **nvme: Any
+) -> AsyncLLM:
     loaded = tiny_model()
     gated = replace(loaded, model=GatedModel(loaded.config))
     monkeypatch.setattr(api, "_load", lambda config: gated)
     tiering = {
         "host": {"capacity": "1MiB"},
         "nvme": {"path": str(directory), "capacity": "1MiB", "segment_size": "1MiB", "min_free": 0, **nvme},
+        "remote": remote,
         "recompute_gate": False,
     }
     return AsyncLLM(tiering=tiering, num_blocks=64, block_size=4, max_running=4, token_budget=CHUNK)
@@ -88,7 +91,7 @@ class RunningPrefill:
         return self.side.identity
 
     def visible(self, tokens: list[int]) -> list[bool]:
-        return present(self.llm.store.lower[-1], self.side.keys(tokens), 5.0, exact=True)
+        return present(self.llm.store.lower[0], self.side.keys(tokens), 5.0, exact=True)
 
     def crawl(self, handover: Handover) -> int:
         """Let one chunk after the other through until the first blocks have come; tokens that were let through."""

@@ -31,6 +31,7 @@ class RunningRest:
 
     def __init__(self, cache: Cache, tokens: Tokens, settings: ServiceSettings, *, send_buffer: int = 0) -> None:
         self.cache = cache
+        self.tokens = tokens
         self.app = make_app(cache, tokens, settings)
         config = uvicorn.Config(
             self.app,

@@ -1,6 +1,7 @@
 """Blocks for tests of the store: keys of chains with parts, and bytes that tell which block they are."""
 
 import hashlib
+import threading
 import time
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ import numpy as np
 from kvtier.cpu import HostTier
 from kvtier.keys import namespace_index
 from kvtier.store import Lease, TieredStore
-from kvtier.tiers import BlockRef, Status, TierCaps
+from kvtier.tiers import BlockRef, Status, Ticket, TierCaps
 
 BLOCK = 4096
 NS = namespace_index(hashlib.sha256(b"store world").digest())
@@ -72,6 +73,23 @@ class ExtentTier(HostTier):
     """A tier in memory that takes records of any size, as one on a disk does."""
 
     caps = TierCaps(variable_size=True, align=4096)
+
+
+class FarTier(HostTier):
+    """A tier in memory that says it is a network away, and answers look-ups when it may."""
+
+    caps = TierCaps(remote=True, probe=30.0)
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20, name="far")
+        self.answers = threading.Event()
+        self.answers.set()
+        self.asked: list[str] = []
+
+    def contains(self, keys: Sequence[bytes], deadline: float | None = None, *, exact: bool = False) -> Ticket:
+        self.asked.append(threading.current_thread().name)
+        assert self.answers.wait(30)
+        return super().contains(keys, deadline, exact=exact)
 
 
 def memory_tier(blocks: int, name: str = "below", **options: object) -> HostTier:

@@ -1,6 +1,7 @@
 """`kvtier cache`: the cache service, and the tokens that open it."""
 
 import json
+import signal
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -45,6 +46,8 @@ def serve(
     capacity: Annotated[str | None, typer.Option(help="Host memory for blocks, such as 8GiB.")] = None,
 ) -> None:
     """Serve the tiers. SIGTERM lets what runs end and flushes; a second one stops at once. SIGHUP rereads tokens."""
+    # Until somebody looks after it, SIGHUP ends a process: `systemctl reload` may come at once.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     require_server()
     from kvtier.service.run import serve as run  # noqa: PLC0415  # FastAPI is optional
 
@@ -72,7 +75,7 @@ def _open(context: typer.Context, file: Path | None) -> "Tokens":
     session: Session = context.obj
     path = file or session.loaded.config.service.tokens
     if path is None:
-        raise ConfigError("service.tokens = none: set it, or name the file with --file")
+        raise ConfigError("service.tokens = none: set it (KVTIER_SERVICE__TOKENS), or name the file with --file")
     return Tokens.open(path)
 
 
@@ -84,11 +87,14 @@ def create(
     context: typer.Context,
     *,
     tenant: Annotated[str, typer.Option(help="Whose blocks it opens.")] = "default",
-    scope: Annotated[list[str] | None, typer.Option(help="read, write or admin; several are allowed.")] = None,
-    namespace: Annotated[
-        list[str] | None, typer.Option(help="Pattern of the namespaces that it opens; several are allowed.")
+    scope: Annotated[
+        list[str] | None, typer.Option(help="read, write or admin, once for each; read and write by default.")
     ] = None,
-    days: Annotated[float | None, typer.Option(help="Days until it expires.")] = None,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(help="Namespaces that it opens, with * and ?, once for each; all of the tenant's by default."),
+    ] = None,
+    days: Annotated[float | None, typer.Option(help="Days until it expires; never by default.")] = None,
     file: _File = None,
 ) -> None:
     """Make a token and print it: it is not kept anywhere."""

@@ -251,7 +251,7 @@ class Client:
         """Make a namespace; the same again is the same.
 
         Args:
-            name: 1 to 128 of `A-Z a-z 0-9 . _ -`.
+            name: 1 to 128 of `A-Z a-z 0-9 . _ -`, no dot first.
             layout: of its blocks; None: opaque, blocks of any size.
             model: fingerprint of weights and revision.
             numerics: what changes values without changing shapes.

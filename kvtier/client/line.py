@@ -20,6 +20,7 @@ class Line:
     def __init__(self, address: str, options: ClientOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self.address = address
         self.breaker = Breaker(options.breaker_failures, options.breaker_pause, clock)
+        self._failure = ""
 
     @contextmanager
     def attempt(self, patience: float) -> Iterator[None]:
@@ -34,17 +35,23 @@ class Line:
             Unreachable: the address is being left alone.
         """
         if not self.breaker.allows():
-            raise Unreachable(f"{self.address} did not answer lately and is left alone for a while: is the service up?")
+            raise Unreachable(
+                f"{self.address} failed lately and is left alone for a while; the last time: {self._failure}"
+            )
         try:
             yield
-        except (Interrupted, Unreachable):
-            self.breaker.failed()
+        except (Interrupted, Unreachable) as error:
+            self._failed(error)
             raise
-        except DeadlineExceeded:
+        except DeadlineExceeded as error:
             if patience >= _PATIENCE:
-                self.breaker.failed()
+                self._failed(error)
             raise
         except ClientError:
             self.breaker.succeeded()
             raise
         self.breaker.succeeded()
+
+    def _failed(self, error: ClientError) -> None:
+        self._failure = str(error)
+        self.breaker.failed()

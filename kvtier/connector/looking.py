@@ -44,8 +44,13 @@ class LookUps:
         return settled(going.found, StoreMatch(())).tiers
 
     def pending(self, request_id: str) -> bool:
-        """Whether a request's look-up is under way."""
+        """Whether a request's look-up is under way, or its answer was not asked for yet."""
         return request_id in self._going
+
+    def unanswered(self, request_id: str, first: int) -> bool:
+        """Whether `found` would say None: before keys are made for it, step after step."""
+        going = self._going.get(request_id)
+        return going is not None and going.first == first and not going.found.done()
 
     def end(self, request_id: str) -> None:
         """The request waits no more."""

@@ -176,6 +176,8 @@ class TierScheduler:
             # The device lost blocks since: there is a hole before what was leased.
             self._let_go(request.id)
             state = None
+        if state is None and self._lookups.unanswered(request.id, first):
+            return Pending()
         if state is None:
             state = self._look_up(request, first)
         if state is None:
@@ -188,10 +190,8 @@ class TierScheduler:
 
     def _look_up(self, request: RequestView, first: int) -> _Loading | None:
         """Start to lease what is worth loading beyond the `first` blocks, which the device has."""
-        usable, swap = (
-            min(len(request.chain), (request.num_tokens - 1) // self._block_size),
-            self._swaps.get(request.id),
-        )
+        usable = min(len(request.chain), (request.num_tokens - 1) // self._block_size)
+        swap = self._swaps.get(request.id)
         if swap is not None and first <= swap.first:
             usable = swap.first
         if request.id in self._declined:

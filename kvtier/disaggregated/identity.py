@@ -17,6 +17,7 @@ from kvtier.keys import Chain
 from kvtier.layout import Layout
 from kvtier.nvme.directory import read_meta
 from kvtier.store import TieredStore
+from kvtier.tiers import Tier
 
 __all__ = ["Side", "shared_directory"]
 
@@ -27,7 +28,7 @@ class Side:
 
     Args:
         identity: what the other one must be equal to.
-        store: this engine's; its lowest tier is the shared directory.
+        store: this engine's; the tier below host is the shared directory.
         parts: names blocks.
         block_size: tokens per block.
         block_bytes: raw, all parts.
@@ -49,7 +50,7 @@ class Side:
         nvme = shared_directory(llm.config)
         store = llm.store
         if store is None or not store.lower:
-            raise ConfigError("the engine has no tier below host: prefill and decode engines share its lowest one")
+            raise ConfigError("the engine has no tier below host: prefill and decode engines share the one on NVMe")
         meta = read_meta(nvme.path / "META.json")
         if meta is None:
             raise ConfigError(f"tiering.nvme.path = {str(nvme.path)!r}: it was removed while it is in use")
@@ -65,6 +66,11 @@ class Side:
             not store.options.accept_lossy,
         )
         return cls(identity, store, Parts(namespace, len(layout.groups), layout.shards), size, _raw_bytes(layout))
+
+    @property
+    def directory(self) -> Tier:
+        """The shared one. A remote tier, which may be there too, comes after it."""
+        return self.store.lower[0]
 
     def usable(self, tokens: int) -> int:
         """Blocks of a prompt that a cache may provide: its last token is always computed."""

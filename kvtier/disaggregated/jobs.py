@@ -50,12 +50,12 @@ class Visibility:
     """Looks jobs up in the shared directory. For use from one thread.
 
     Args:
-        side: whose lowest tier that is.
+        side: whose directory that is.
     """
 
     def __init__(self, side: Side) -> None:
         self._store = side.store
-        self._tier = side.store.lower[-1]
+        self._tier = side.directory
         self._exact = side.identity.exact
         self._parts = len(side.parts)
 
@@ -65,7 +65,7 @@ class Visibility:
         if not job.computed or quiet < _QUIET_SECONDS:
             return False
         # A new directory may take a while to take its first block; what is queued for it is not lost.
-        return quiet >= _HUNG_SECONDS or not self._store.stats()["store"]["waiting_bytes"]
+        return quiet >= _HUNG_SECONDS or not self._store.waiting_bytes
 
     def advanced(self, jobs: Iterable[Job]) -> list[Job]:
         """Those of which more blocks are there than before. One batch for all, as long as nothing has come."""

@@ -143,7 +143,9 @@ class Receiver:
             self._endings.labels("away").inc()
             return None
         keys = side.keys(tokens)
-        found = len(side.store.match(keys, parts=len(side.parts), lossy=params.accept_lossy).tiers)
+        # Nor does the caller's event loop wait for a remote tier: the peer asks it, too, before it computes.
+        there = side.store.match(keys, parts=len(side.parts), lossy=params.accept_lossy, remote=False)
+        found = len(there.tiers)
         if len(tokens) - found * side.block_size < self._least:
             return None
         reception = Reception(self, keys, f"handover-{next(self._numbers)}", found)

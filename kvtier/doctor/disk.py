@@ -64,7 +64,8 @@ def directory(subject: Subject) -> Iterator[Finding]:
     """Writes to where the tier will write, and reads what an earlier run left."""
     nvme = subject.config.tiering.nvme
     if nvme is None:
-        yield ok("directory", "no NVMe tier is configured: blocks do not outlive the process")
+        shared = subject.config.tiering.remote is not None
+        yield ok("directory", f"no NVMe tier is configured{'' if shared else ': blocks do not outlive the process'}")
         return
     there = next(place for place in (nvme.path, *nvme.path.absolute().parents) if place.exists())
     if not there.is_dir():

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-from kvtier.doctor import disk, fit, hashing, limits, machine, speed
+from kvtier.doctor import disk, fit, hashing, limits, machine, remote, speed
 from kvtier.doctor.findings import Finding, Subject, problem
 from kvtier.errors import KVTierError
 
@@ -28,6 +28,7 @@ CHECKS: dict[str, Check] = {
     "filesystem": disk.filesystem,
     "direct_io": disk.direct_io,
     "index_map": disk.index_map,
+    "remote": remote.remote,
     "clock": machine.clock,
     "cpu": machine.cpu,
     "threads": machine.threads,

@@ -38,8 +38,8 @@ __all__ = [
 END_OF_REPLAY = -1
 """Sequence number of the message that ends a replay."""
 
-MEDIA = {"device": "GPU", "host": "CPU", "nvme": "STORAGE", "remote": "STORAGE"}
-"""Tier -> what vLLM calls it."""
+MEDIA = {"device": "GPU", "host": "CPU", "nvme": "STORAGE"}
+"""Tier -> what vLLM calls it. A remote tier tells nothing: what leaves it, nobody here learns."""
 
 BlockHash: TypeAlias = bytes | int | str
 """An engine's own name of a block; only equality counts."""

@@ -7,7 +7,7 @@ the two, so that every block is told with its tokens whatever tier it is in, and
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.events.frames import MEDIA, BlockEvent, BlockRemoved, BlocksCleared, BlockStored
@@ -24,16 +24,15 @@ _READ_AT_ONCE = 256
 _UNKNOWN = 1 << 16
 
 
-class _Block:
-    """One block that some tier holds: head of its parent's chain key, tokens, a bit for each tier."""
+class _Block(NamedTuple):
+    """One block that some tier holds: head of its parent's chain key, tokens, a bit for each tier.
 
-    __slots__ = ("parent", "tiers", "tokens")
+    Never changed but replaced, so that a copy of the table is all there was at one moment.
+    """
 
-    def __init__(self, parent: bytes | None, tokens: Sequence[int]) -> None:
-        self.parent = parent
-        # A list of them takes ten times the room.
-        self.tokens = array("I", tokens)
-        self.tiers = 0
+    parent: bytes | None
+    tokens: "array[int]"  # a list of them takes ten times the room
+    tiers: int
 
 
 class Counts(NamedTuple):
@@ -103,8 +102,8 @@ class Mirror:
             for at, head in enumerate(heads):
                 block = self._blocks.get(head)
                 if block is None:
-                    block = self._blocks[head] = _Block(above[at], tokens[at * size : (at + 1) * size])
-                    block.tiers = self._unknown.pop(head, 0)
+                    own = array("I", tokens[at * size : (at + 1) * size])
+                    block = self._blocks[head] = _Block(above[at], own, self._unknown.pop(head, 0))
                     self._tell_tiers(head, block, block.tiers)
                 self._set(head, block, _DEVICE)
         self.wake()
@@ -122,13 +121,15 @@ class Mirror:
         if self._log is None:
             return False
         events, gap = self._log.since(self._seen, _READ_AT_ONCE)
-        with self._lock:
-            if gap:
+        if gap:
+            with self._lock:
                 # Nobody knows what left meanwhile: better a block too few than one that is not there.
                 self._missed += 1
                 for tier in _TIERS[1:]:
                     self._clear(tier)
-            for event in events:
+        for event in events:
+            # One at a time: the engine's thread waits for this lock, too.
+            with self._lock:
                 self._apply(event)
         if events:
             self._seen = events[-1].sequence
@@ -161,7 +162,7 @@ class Mirror:
 
     def _set(self, head: bytes, block: _Block, tier: str) -> None:
         if not block.tiers & _BIT[tier]:
-            block.tiers |= _BIT[tier]
+            self._blocks[head] = _Block(block.parent, block.tokens, block.tiers | _BIT[tier])
             self._tell_tiers(head, block, _BIT[tier])
 
     def _tell_tiers(self, head: bytes, block: _Block, tiers: int) -> None:
@@ -176,12 +177,8 @@ class Mirror:
         self._weigh(1)
 
     def _append(self, events: list[BlockEvent], head: bytes, block: _Block, tier: str) -> None:
-        last, medium, locality = events[-1] if events else None, MEDIA[tier], _locality(tier)
-        if (
-            isinstance(last, BlockStored)
-            and (last.medium, last.locality) == (medium, locality)
-            and last.block_hashes[-1] == block.parent
-        ):
+        last, medium = events[-1] if events else None, MEDIA[tier]
+        if isinstance(last, BlockStored) and last.medium == medium and last.block_hashes[-1] == block.parent:
             last.block_hashes.append(head)
             last.token_ids.extend(block.tokens)
             return
@@ -195,7 +192,6 @@ class Mirror:
             lora_name=None,
             kv_cache_spec_kind=None if self._window is None else "sliding_window",
             kv_cache_spec_sliding_window=self._window,
-            locality=locality,
         )
         events.append(stored)
 
@@ -205,16 +201,17 @@ class Mirror:
             block = self._blocks.get(head)
             if block is not None and block.tiers & _BIT[tier]:
                 gone.append(head)
-                block.tiers &= ~_BIT[tier]
-                if not block.tiers:
+                if block.tiers == _BIT[tier]:
                     del self._blocks[head]
+                else:
+                    self._blocks[head] = _Block(block.parent, block.tokens, block.tiers & ~_BIT[tier])
             elif block is None and head in self._unknown:
                 self._unknown[head] &= ~_BIT[tier]
                 if not self._unknown[head]:
                     del self._unknown[head]
         if gone:
             if not self._overflowed:
-                self._changes.append(BlockRemoved(gone, MEDIA[tier], locality=_locality(tier)))
+                self._changes.append(BlockRemoved(gone, MEDIA[tier]))
             self._weigh(len(gone))
 
     def _clear(self, tier: str) -> None:
@@ -239,24 +236,29 @@ class Mirror:
         while self._follow() and not self._overflowed:
             pass
         with self._lock:
-            if self._overflowed:
-                self._overflowed = False
-                self._changes.clear()
-                self._weight = 0
-                return self._snapshot()
-            taken, self._changes = self._changes[:_EVENTS_AT_ONCE], self._changes[_EVENTS_AT_ONCE:]
-            self._weight = sum(map(_weight_of, self._changes))
-            return taken
+            if not self._overflowed:
+                taken, self._changes = self._changes[:_EVENTS_AT_ONCE], self._changes[_EVENTS_AT_ONCE:]
+                self._weight = sum(map(_weight_of, self._changes))
+                return taken
+            self._overflowed = False
+            self._changes.clear()
+            self._weight = 0
+            held = self._blocks.copy()
+        return self._told(held)
 
     def snapshot(self) -> list[BlockEvent]:
         """All there is, behind a `BlocksCleared`; what `take` has still to say leads there, too."""
         with self._lock:
-            return self._snapshot()
+            held = self._blocks.copy()
+        return self._told(held)
 
-    def _snapshot(self) -> list[BlockEvent]:
+    def _told(self, held: Mapping[bytes, _Block]) -> list[BlockEvent]:
+        """Made without the lock: of many blocks it takes long, and the engine waits for nobody."""
         events: list[BlockEvent] = [BlocksCleared()]
+        heads = _parents_first(held)
         for tier in _TIERS:
-            for head, block in _parents_first(self._blocks):
+            for head in heads:
+                block = held[head]
                 if block.tiers & _BIT[tier]:
                     self._append(events, head, block, tier)
         return events
@@ -279,21 +281,18 @@ def _nothing() -> None:
     """Nobody listens."""
 
 
-def _locality(tier: str) -> str | None:
-    return "REMOTE" if tier == "remote" else None
-
-
 def _weight_of(event: BlockEvent) -> int:
     return 1 if isinstance(event, BlocksCleared) else len(event.block_hashes)
 
 
-def _parents_first(blocks: Mapping[bytes, _Block]) -> Iterator[tuple[bytes, _Block]]:
+def _parents_first(blocks: Mapping[bytes, _Block]) -> list[bytes]:
     """All blocks, chain after chain; those that follow a block of their own chain right behind it."""
     children: dict[bytes | None, list[bytes]] = {}
     for head, block in blocks.items():
         children.setdefault(block.parent if block.parent in blocks else None, []).append(head)
-    waiting = children.get(None, [])[::-1]
+    waiting, ordered = children.get(None, [])[::-1], []
     while waiting:
         head = waiting.pop()
-        yield head, blocks[head]
+        ordered.append(head)
         waiting += children.get(head, ())
+    return ordered

@@ -160,6 +160,8 @@ class Subscriber:
                     self._look_after()
                     heard = time.monotonic()
         finally:
+            # Whatever ended it: nobody is to take the view for a followed one.
+            self.connected = False
             self._close_sockets()
 
     def _connection_changed(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -43,6 +44,7 @@ class DrainingServer(uvicorn.Server):
         app: the application.
         served: what drains.
         path: of the URL that is announced in the log.
+        handshake_timeout: seconds that a client may take to agree on TLS; None: a minute, as asyncio has it.
         fields: of that line, too.
         options: further ones of `uvicorn.Config`.
     """
@@ -53,6 +55,7 @@ class DrainingServer(uvicorn.Server):
         served: Drainable,
         *,
         path: str = "/",
+        handshake_timeout: float | None = None,
         fields: dict[str, object] | None = None,
         **options: Any,
     ) -> None:
@@ -70,6 +73,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._drainable = served
         self._path = path
+        self._handshake_timeout = handshake_timeout
         self._fields = fields or {}
         self._signals = 0
         self._drain: asyncio.Task[None] | None = None
@@ -78,6 +82,11 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say where."""
+        loop = asyncio.get_running_loop()
+        if self.config.is_ssl and self._handshake_timeout is not None:
+            # uvicorn passes no such option on.
+            within = partial(loop.create_server, ssl_handshake_timeout=self._handshake_timeout)
+            loop.create_server = within  # type: ignore[method-assign]
         await super().startup(sockets)
         scheme = "https" if self.config.is_ssl else "http"
         for taken in sockets or ():

@@ -52,7 +52,9 @@ def _require_directory(path: Path) -> None:
     except TierUnavailable as error:
         raise ConfigError(str(error)) from error
     if meta is None:
-        raise ConfigError(f"{path} is no directory of an NVMe tier (it has no META.json): name another one")
+        below = ", ".join(sorted(child.parent.name for child in path.glob("*/META.json")))
+        other = f"name one of those in it: {below}" if below else "name another one"
+        raise ConfigError(f"{path} is no directory of an NVMe tier (it has no META.json): {other}")
 
 
 @dataclass(frozen=True, slots=True)

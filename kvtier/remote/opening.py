@@ -2,18 +2,21 @@
 
 import importlib
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 from urllib.parse import SplitResult, urlsplit
 
 from kvtier.config.remote import RemoteSettings
 from kvtier.errors import ConfigError
+from kvtier.keys import STORE_KEY_BYTES
 from kvtier.metrics import Metrics
 from kvtier.remote.backend import Backend
 from kvtier.remote.counting import Counts
+from kvtier.remote.envelope import record_name
 from kvtier.remote.tier import RemoteOptions, RemoteTier
 
-__all__ = ["Opener", "open_remote", "secret_of"]
+__all__ = ["Opener", "answer_seconds", "open_remote", "secret_of"]
 
 Opener = Callable[[SplitResult, RemoteSettings, Counts], Backend]
 """What each kind of remote store brings: from its URL to a backend."""
@@ -30,7 +33,7 @@ class _Kind(NamedTuple):
 
 _VALKEY = _Kind("kvtier.remote.valkey.opening:open_backend")
 _OBJECTS = _Kind("kvtier.remote.objects.opening:open_backend", "objects", probe=0.5, share=4 << 20)
-_PEER = _Kind("kvtier.remote.peer.opening:open_backend", "client")
+_PEER = _Kind("kvtier.remote.peer.opening:open_backend", "client", probe=0.25)
 _KINDS: Mapping[str, _Kind] = {
     **{f"{name}{more}": _VALKEY for name in ("valkey", "redis") for more in ("", "s", "+cluster", "s+cluster")},
     **dict.fromkeys(("s3", "gs", "az", "file", "memory"), _OBJECTS),
@@ -52,6 +55,38 @@ def open_remote(settings: RemoteSettings, metrics: Metrics | None = None, *, nam
         ConfigError: the URL, an option or a file does not do, or an optional part is not installed.
         TierUnavailable: the server is up and refuses: password, certificate, protocol.
     """
+    metrics = metrics or Metrics()
+    kind, backend = _open(settings, Counts(metrics, name))
+    options = RemoteOptions(
+        timeout=settings.timeout,
+        threads=settings.connections,
+        absent_ttl=settings.absent_ttl,
+        capacity_bytes=settings.capacity or 0,
+        largest=_LARGEST,
+        probe=kind.probe,
+        share=kind.share,
+    )
+    return RemoteTier(backend, options, metrics=metrics, name=name)
+
+
+def answer_seconds(settings: RemoteSettings) -> float:
+    """Open the configured store and ask it for one record; seconds that the second of two questions took.
+
+    Raises:
+        ConfigError: see `open_remote`.
+        TierUnavailable, TierTimeout: it cannot be reached, refuses, or does not answer within `settings.timeout`.
+    """
+    _, backend = _open(settings, Counts(Metrics(), "probe"))
+    try:
+        for _ in range(2):  # the first one connects
+            asked = time.monotonic()
+            backend.exists([record_name(bytes(STORE_KEY_BYTES), exact=True)], asked + settings.timeout)
+        return time.monotonic() - asked
+    finally:
+        backend.close()
+
+
+def _open(settings: RemoteSettings, counts: Counts) -> tuple[_Kind, Backend]:
     url = urlsplit(settings.url)
     kind = _KINDS.get(url.scheme)
     if kind is None:
@@ -63,18 +98,7 @@ def open_remote(settings: RemoteSettings, metrics: Metrics | None = None, *, nam
             "tiering.remote.url holds a user name or password, which would show wherever it is printed; set "
             "tiering.remote.username, and password_file or password_variable"
         )
-    metrics = metrics or Metrics()
-    backend = _opener(kind)(url, settings, Counts(metrics, name))
-    options = RemoteOptions(
-        timeout=settings.timeout,
-        threads=settings.connections,
-        absent_ttl=settings.absent_ttl,
-        capacity_bytes=settings.capacity or 0,
-        largest=_LARGEST,
-        probe=kind.probe,
-        share=kind.share,
-    )
-    return RemoteTier(backend, options, metrics=metrics, name=name)
+    return kind, _opener(kind)(url, settings, counts)
 
 
 def secret_of(settings: RemoteSettings) -> str | None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from kvtier.errors import TierTimeout, TierUnavailable
+from kvtier.errors import KVTierError, TierTimeout
 from kvtier.native.checksum import copy_checksums
 from kvtier.remote.backend import Fetch
 from kvtier.remote.batches import Batch, check_buffers, sizes_by_run
@@ -101,7 +101,7 @@ class Reader:
         heads = self._asked(_names(keys, exact=exact), ask, absent=None, certain=in_runs)
         run: list[_Found] = []
         for key in keys:
-            found = self._best(key, heads, exact=exact)
+            found = self._best(key, heads, deadline, exact=exact)
             if isinstance(found, Status):
                 return run, found
             run.append(found)
@@ -119,12 +119,14 @@ class Reader:
         ends = range((len(keys) - 1) % run, len(keys), run)
         heads = self._asked(_names([keys[end] for end in ends], exact=exact), ask, absent=None)
         for end in ends:
-            found = self._best(keys[end], heads, exact=exact)
+            found = self._best(keys[end], heads, deadline, exact=exact)
             if isinstance(found, Status):
                 return keys[: max(end - run + 1, 0)], found
         return keys, Status.OK
 
-    def _best(self, key: bytes, heads: Mapping[bytes, bytes | None], *, exact: bool) -> _Found | Status:
+    def _best(
+        self, key: bytes, heads: Mapping[bytes, bytes | None], deadline: float | None, *, exact: bool
+    ) -> _Found | Status:
         """A block's best sound record, or why there is none; damaged ones are removed."""
         records = [
             _Found(name, head, unpack(name, head))
@@ -132,7 +134,7 @@ class Reader:
             if (head := heads[name]) is not None
         ]
         damaged = [record.name for record in records if record.envelope is None]
-        self._discard(damaged)
+        self._discard(damaged, self._state.movers.limit(deadline))
         sound = next((record for record in records if record.envelope is not None), None)
         return sound or (Status.CORRUPT if damaged else Status.MISS)
 
@@ -218,7 +220,7 @@ class Reader:
         ]
         self._counts.met("gone", statuses.count(Status.MISS))
         self._discard(
-            [handle.name for handle, status in zip(handles, statuses, strict=True) if status is Status.CORRUPT]
+            [handle.name for handle, status in zip(handles, statuses, strict=True) if status is Status.CORRUPT], limit
         )
         return statuses
 
@@ -232,14 +234,14 @@ class Reader:
         now = unpack(handle.name, head) if length >= 0 else None
         return Status.CORRUPT if now is None or (length != now.nbytes) else Status.MISS
 
-    def _discard(self, names: Sequence[bytes]) -> None:
-        """Remove damaged records, and count them."""
+    def _discard(self, names: Sequence[bytes], limit: float) -> None:
+        """Remove damaged records, if that can be done in time, and count them."""
         if not names:
             return
         self._counts.damaged(len(names))
         try:
-            self._backend.remove(names, self._state.movers.limit(None))
-        except (TierTimeout, TierUnavailable) as error:
+            self._backend.remove(names, limit)
+        except KVTierError as error:
             self._counts.failed("remove", error)
 
     def release(self, handles: Sequence[Handle]) -> None:

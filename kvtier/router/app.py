@@ -100,12 +100,11 @@ class Router:
         if content is None:
             message = f"the body is larger than the {self.settings.max_body} bytes that this router takes"
             return refusal(413, message, "body_too_large", {"Connection": "close"})
-        if request.url.path in _PROMPTED:
-            prompt = await prompt_of(content, request.headers, self.tokens)
-        else:
-            prompt = Prompt(None, None, "")
         self._under_way += 1
         try:
+            prompt = Prompt(None, None, "")
+            if request.url.path in _PROMPTED:
+                prompt = await prompt_of(content, request.headers, self.tokens)
             answer = await self.proxy.send(request, content, prompt, began)
         except BaseException:
             self._under_way -= 1

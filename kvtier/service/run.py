@@ -44,11 +44,12 @@ def serve(settings: ServiceSettings, tiering: TieringSettings) -> int:
     """
     check_exposure(settings)
     tokens = Tokens.open(settings.tokens)
-    if tokens.required and not tokens.entries():
-        _log.warning("no token is known: nobody is let in", extra={"tokens": str(settings.tokens)})
-    adopt_log()
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    with listen(settings.host, settings.port, "service") as taken:
+    # From the beginning: until somebody looks after it, SIGHUP ends a process.
+    with _rereading(tokens), listen(settings.host, settings.port, "service") as taken:
+        if tokens.required and not tokens.entries():
+            _log.warning("no token is known: nobody is let in", extra={"tokens": str(settings.tokens)})
+        adopt_log()
+        sys.setswitchinterval(_SWITCH_SECONDS)
         cache = Cache.open(settings, tiering)
         try:
             return _serve(cache, tokens, settings, taken)
@@ -66,8 +67,7 @@ def _serve(cache: Cache, tokens: Tokens, settings: ServiceSettings, taken: socke
         settings = settings.model_copy(update={"data_port": data.address[1]})
     try:
         server = CacheServer(cache, tokens, settings, data)
-        with _rereading(tokens):
-            server.run(sockets=[taken])
+        server.run(sockets=[taken])
         if server.force_exit:
             _log.warning("stopped at once", extra={"left": server.left})
             logging.shutdown()
@@ -120,6 +120,7 @@ class CacheServer(DrainingServer):
             make_app(cache, tokens, settings),
             _Ports(cache, data, settings.drain_timeout),
             path="/v1",
+            handshake_timeout=settings.idle_timeout,
             **options,
         )
 

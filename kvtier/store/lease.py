@@ -1,9 +1,9 @@
 """A lease: one owner's hold on a run of blocks, each part in one tier."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from kvtier.tiers import Handle, Owner, Tier
+from kvtier.tiers import BlockRef, Handle, Owner, Tier
 
 __all__ = ["Lease"]
 
@@ -19,15 +19,19 @@ class Lease:
         parts: per block.
         exact: takes exact blocks only.
         order: tier names, fastest first.
+
+    Attributes:
+        deleted: keys that were deleted while they were leased: they may be read where they lie, and go nowhere.
     """
 
-    __slots__ = ("_closed", "_lock", "_order", "blocks", "exact", "owner", "parts")
+    __slots__ = ("_closed", "_lock", "_order", "blocks", "deleted", "exact", "owner", "parts")
 
     def __init__(self, owner: Owner, parts: int = 1, *, exact: bool = True, order: Sequence[str] = ()) -> None:
         self.owner = owner
         self.parts = parts
         self.exact = exact
         self.blocks: list[tuple[Tier, Handle]] = []
+        self.deleted: frozenset[bytes] = frozenset()
         self._order = tuple(order)
         self._closed = False
         self._lock = threading.Lock()
@@ -82,6 +86,11 @@ class Lease:
                 return False
             self.blocks[at] = (tier, new)
             return True
+
+    def delete(self, is_gone: Callable[[BlockRef], bool]) -> None:
+        """Note what of it was deleted."""
+        with self._lock:
+            self.deleted |= {handle.ref.key for _, handle in self.blocks if is_gone(handle.ref)}
 
     def end(self) -> list[tuple[Tier, Handle]]:
         """Hold nothing any more; returns what was held."""

@@ -11,7 +11,7 @@ from kvtier.store.lease import Lease
 from kvtier.store.lookup import leading_run
 from kvtier.store.port import Port
 from kvtier.store.runs import columns, interleaved, run_ends
-from kvtier.tiers import Handle, Owner, Tier
+from kvtier.tiers import BlockRef, Handle, Owner, Tier
 
 __all__ = ["Leases", "Pins"]
 
@@ -69,6 +69,20 @@ class Leases:
                 if spread is not None:
                     names.append(spread)
                     found, idle = found + 1, 0
+
+    def whereabouts(self, names: list[str | None], keys: Sequence[bytes], *, exact: bool) -> Steps[list[str | None]]:
+        """Fill in the fastest tier of each key, each by itself; asks remote tiers in threads of their own."""
+        missing = list(range(len(keys)))
+        for port in self._ports:
+            if not missing:
+                break
+            if port.tier.caps.remote:
+                yield port.lookups
+            here = port.present([keys[at] for at in missing], exact=exact)
+            for at in [at for at, held in zip(missing, here, strict=True) if held]:
+                names[at] = port.name
+            missing = [at for at in missing if names[at] is None]
+        return names
 
     def unbroken(self, keys: Sequence[bytes], parts: int, *, exact: bool) -> int:
         """Leading blocks of which every part is somewhere: asks for each, where `match` leaps over a hole.
@@ -183,6 +197,13 @@ class Leases:
             leases = self._held.pop(owner, set())
         for lease in leases:
             self._give_back(lease.end())
+
+    def delete(self, is_gone: Callable[[BlockRef], bool]) -> None:
+        """Blocks were deleted from the tiers in which they lie: no lease brings them back into host."""
+        with self._lock:
+            leases = [lease for held in self._held.values() for lease in held]
+        for lease in leases:
+            lease.delete(is_gone)
 
     def _give_back(self, blocks: Sequence[tuple[Tier, Handle]]) -> None:
         for port in self._ports if blocks else ():

@@ -8,6 +8,8 @@ from kvtier.tiers import Status, Tier
 
 __all__ = ["leading_run", "present"]
 
+_WIDE = 64
+
 
 def leading_run(count: int, held: Callable[[Sequence[int]], Sequence[bool]], *, wide: bool = False) -> int:
     """Length of the leading run of `count` blocks that is held.
@@ -17,27 +19,29 @@ def leading_run(count: int, held: Callable[[Sequence[int]], Sequence[bool]], *, 
     Args:
         count: blocks in all.
         held: block positions -> whether each is there.
-        wide: asking costs a round trip: never more than two, the second for all that the first left open.
+        wide: asking costs a round trip, whose answer is waited for, and work for each block: few of the first, and not
+            many blocks in any.
     """
     if count <= 0:
         return 0
-    probes = _gallop(count)
+    probes: Sequence[int] = _gallop(count)
     found = held(probes)
     misses = [at for at, here in zip(probes, found, strict=True) if not here]
     if not misses:
         return count
     high = misses[0]
     low = max((at for at, here in zip(probes, found, strict=True) if here and at < high), default=-1)
-    if wide and high - low > 1:
-        between = held(range(low + 1, high))
-        return next((low + 1 + at for at, here in enumerate(between) if not here), high)
     while high - low > 1:
-        middle = (low + high) // 2
-        if held([middle])[0]:
-            low = middle
-        else:
-            high = middle
+        probes = _between(low, high, _WIDE if wide else 1)
+        leading = next((at for at, here in enumerate(held(probes)) if not here), len(probes))
+        low, high = [low, *probes][leading], [*probes, high][leading]
     return low + 1
+
+
+def _between(low: int, high: int, most: int) -> Sequence[int]:
+    """Positions between two, all of them or `most` at equal distances."""
+    inner = range(low + 1, high)
+    return inner if len(inner) <= most else [low + (high - low) * at // (most + 1) for at in range(1, most + 1)]
 
 
 def _gallop(count: int) -> list[int]:

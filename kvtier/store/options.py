@@ -25,7 +25,8 @@ class StoreOptions:
         writeback_bytes: how much of host may wait to be written to each lower tier.
         staging_bytes: memory per tier for blocks that are decoded or encoded on their way, at least one block.
         write_rule: blocks go to lower tiers at once, when they are about to leave host, or at their second touch.
-        write_budget: bytes per day that may be written to lower tiers; above it, second touch only. None: no limit.
+        write_budget: bytes per day that may be written to lower tiers, not counting remote ones; above it, second touch
+            only. None: no limit.
         load_deadline: seconds after which a load that was given no deadline is a miss; close and flush wait as long
             for a tier that makes no progress.
         prefetch: what is brought to host before it is asked for.

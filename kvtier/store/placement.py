@@ -4,7 +4,8 @@ through        at once
 leave          when they are among the coldest tenth (and 4,096 blocks) of a host tier that is nine tenths full
 second_touch   when they are put or found a second time
 
-A write budget admits by second touch while the day's bytes run ahead of the day, whatever the rule.
+A write budget admits by second touch while the day's bytes run ahead of the day, whatever the rule. Bytes to a remote
+tier do not count: it has no medium of ours to wear out, and has most of what it is asked to take.
 """
 
 import threading
@@ -119,7 +120,8 @@ class Placement:
     def _touch(self, blocks: Sequence[Placed]) -> None:
         lacking = [demoter.lacking([block.ref for block in blocks]) for demoter in self._demoters]
         asked = sorted({at for places in lacking for at in places})
-        admitted = self._admitted([blocks[at] for at in asked])
+        worn = {at for demoter, places in zip(self._demoters, lacking, strict=True) if _wears(demoter) for at in places}
+        admitted = self._admitted([blocks[at] if at in worn else blocks[at]._replace(nbytes=0) for at in asked])
         for demoter, places in zip(self._demoters, lacking, strict=True):
             taken = [blocks[at] for at in places if blocks[at].ref.key in admitted]
             demoter.port.drop("not_admitted", len(places) - len(taken))
@@ -205,7 +207,7 @@ class Placement:
         seen: set[bytes] = {key for key, below in zip(cold, here, strict=True) if below}
         for key in cold:
             chain = self._chain(demoter, key, seen)
-            admitted = self._admitted([Placed(handle.ref, handle.nbytes) for handle in chain])
+            admitted = self._admitted([Placed(handle.ref, handle.nbytes if _wears(demoter) else 0) for handle in chain])
             taken = whole_runs(chain, [handle.ref.key in admitted for handle in chain], demoter.run)
             self._gate.release(chain[len(taken) :])
             demoter.port.drop("not_admitted", len(chain) - len(taken))
@@ -259,3 +261,8 @@ class Placement:
         """Write what waits; returns the ports of tiers that hang. Idempotent."""
         self._lane.close(timeout)
         return [demoter.port for demoter in self._demoters if not demoter.close()]
+
+
+def _wears(demoter: Demoter) -> bool:
+    """Whether what is written there counts against the budget."""
+    return not demoter.port.tier.caps.remote

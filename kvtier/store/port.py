@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -26,6 +27,8 @@ _T = TypeVar("_T")
 # Loads of one tier at a time. More only queue inside the tier.
 _LOAD_THREADS = 4
 _LOOKUP_THREADS = 2
+# Asked for at a time: as many as a server that lives answers for within `TierCaps.probe`, also one written in Python.
+_ROUND_TRIP_KEYS = 256
 _QUIET_SECONDS = 10.0
 
 
@@ -51,6 +54,7 @@ class Port:
         self.writes = SpeedMeter()
         self.staging = Staging(options.staging_bytes)
         self._memory = memory
+        self._probed = _ROUND_TRIP_KEYS if tier.caps.remote else sys.maxsize
         self._missed: deque[float] = deque(maxlen=64)
         self._quiet_until: dict[str, float] = {}
         self._metrics = metrics
@@ -64,9 +68,17 @@ class Port:
         return allowed
 
     def present(self, keys: Sequence[bytes], *, exact: bool) -> list[bool]:
-        """Which keys are here: an index probe in the caller's thread; a tier that is being left alone has none."""
-        if not self.breaker.due:
-            return [False] * len(keys)
+        """Which keys are here: an index probe in the caller's thread; a tier that is being left alone has none.
+
+        Of a remote tier that is a round trip, or several for many keys, each of which has `TierCaps.probe`.
+        """
+        here: list[bool] = []
+        while len(here) < len(keys) and self.breaker.due:
+            some = keys[len(here) : len(here) + self._probed]
+            here += self._probe(some, exact=exact)
+        return here + [False] * (len(keys) - len(here))
+
+    def _probe(self, keys: Sequence[bytes], *, exact: bool) -> list[bool]:
         return self.attempt(
             "match", lambda: present(self.tier, keys, self.tier.caps.probe, exact=exact), [False] * len(keys)
         )

@@ -81,13 +81,14 @@ def prefetch_steps(
     """Lease what there is, bring it into host, let go of it."""
     try:
         yield from leases.steps(lease, keys, deadline, depth)
+        away = promoter.away(lease)
         fits = yield from promoter.steps(lease, 0, len(lease), deadline)
         arrived = promoter.in_host(lease, 0, len(lease))
         deferred: Deferred | None = None if fits else "no_space"
         if fits and expired(deadline) and arrived < len(keys) // lease.parts:
             deferred = "timeout"
         metrics.prefetches.labels(deferred or "done").inc()
-        metrics.prefetched_blocks.inc(arrived)
+        metrics.prefetched_blocks.inc(away - promoter.away(lease))
         return PrefetchResult(arrived if fits else 0, deferred)
     finally:
         leases.release(lease)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtier.errors import FormatMismatch
+from kvtier.errors import FormatMismatch, LeaseError
 from kvtier.metrics import Metrics
 from kvtier.store.inflight import InFlight
 from kvtier.store.lanes import Steps
@@ -12,7 +12,7 @@ from kvtier.store.lease import Lease
 from kvtier.store.placement import Placement
 from kvtier.store.port import Port
 from kvtier.store.recoding import Recoder, Target
-from kvtier.tiers import OWN_WORK, AddressableTier, Full, Handle, Status, Tier
+from kvtier.tiers import OWN_WORK, AddressableTier, Full, Handle, Status, Tier, expired
 
 __all__ = ["Promoter"]
 
@@ -62,6 +62,10 @@ class Promoter:
         held = lease.part(start, stop)
         away = next((at for at, (tier, _) in enumerate(held) if tier is not self._host), len(held))
         return away // lease.parts
+
+    def away(self, lease: Lease) -> int:
+        """How many blocks of a lease are not in host in every part."""
+        return sum(name != self._host.name for name in lease.tiers())
 
     def steps(self, lease: Lease, start: int, stop: int, deadline: float | None) -> Steps[bool]:
         """Bring blocks [start, stop) into host; returns False where host had no space for one."""
@@ -113,14 +117,30 @@ class Promoter:
 
     def _promote(self, port: Port, lease: Lease, at: int, sources: list[Handle], deadline: float | None) -> bool:
         """Copy what nobody else copies, wait for the others, and move the lease; returns whether host was full."""
+        while True:
+            full, mine = self._copy(port, lease, at, sources, deadline)
+            arrived = self._move_lease(port, lease, at, sources)
+            at, sources = at + arrived, sources[arrived:]
+            # Another one's block that did not come: that one was late, or its owner is gone, and this one is neither.
+            if full or not sources or mine[arrived] or not lease.blocks or expired(deadline):
+                return full
+            if sources[0].ref.key in lease.deleted:
+                return full
+
+    def _copy(
+        self, port: Port, lease: Lease, at: int, sources: Sequence[Handle], deadline: float | None
+    ) -> tuple[bool, list[bool]]:
+        """One round of it: whether host was full, and which of them were this one's to copy."""
         refs = [source.ref for source in sources]
         claim = self._inflight.claim(refs)
         own = [place for place, mine in enumerate(claim.mine) if mine]
         full = False
         try:
-            if own:
-                moving = [(sources[place], (at + place) % lease.parts) for place in own]
-                full = port.attempt("promote", lambda: self._copy_up(port, moving, lease.parts, deadline), False)
+            # Once claimed: from now on a deletion finds it in flight.
+            kept = next((place for place, ref in enumerate(refs) if ref.key in lease.deleted), len(refs))
+            moving = [(sources[place], (at + place) % lease.parts) for place in own if place < kept]
+            if moving:
+                full = port.attempt("promote", lambda: self._copy_held(port, lease, moving, deadline), False)
         finally:
             deleted = self._inflight.finish([refs[place] for place in own])
             if deleted:
@@ -128,10 +148,10 @@ class Promoter:
         if claim.theirs:
             self._metrics.joined.labels("load").inc(len(claim.theirs))
             self._inflight.wait(claim.theirs, deadline)
-        self._move_lease(port, lease, at, sources)
-        return full
+        return full, claim.mine
 
-    def _move_lease(self, port: Port, lease: Lease, at: int, sources: Sequence[Handle]) -> None:
+    def _move_lease(self, port: Port, lease: Lease, at: int, sources: Sequence[Handle]) -> int:
+        """Hold what has arrived in host instead; how many leading ones have."""
         # Without a deadline: what has arrived is there, and its memory needs no disk.
         arrived = self._gate.acquire([source.ref.key for source in sources], _OWNER, exact=lease.exact)
         ended: list[Handle] = []
@@ -143,6 +163,18 @@ class Promoter:
                 unused.append(new)
         port.release(ended)
         self._gate.release(unused)
+        return len(arrived)
+
+    def _copy_held(
+        self, port: Port, lease: Lease, moving: Sequence[tuple[Handle, int]], deadline: float | None
+    ) -> bool:
+        """`_copy_up`, of which nothing is left to do where the lease has ended meanwhile: that is no failure."""
+        try:
+            return self._copy_up(port, moving, lease.parts, deadline)
+        except LeaseError:
+            if lease.blocks:
+                raise
+            return False
 
     def _copy_up(self, port: Port, moving: Sequence[tuple[Handle, int]], parts: int, deadline: float | None) -> bool:
         targets: list[tuple[Handle, Target]] = []

@@ -198,17 +198,14 @@ class TieredStore:
         """Which of `keys` are in host, and (`exact`) exact where host can keep them so; each by itself, no run."""
         return self._ports[0].present(keys, exact=exact and self._recoder.keeps_exact())
 
-    def whereabouts(self, keys: Sequence[bytes], *, lossy: bool | None = None) -> list[str | None]:
-        """The fastest tier of each key, each by itself, no run; None: nowhere. As cheap a hint as `match`."""
-        exact = self._exact(lossy=lossy)
+    def whereabouts(
+        self, keys: Sequence[bytes], *, lossy: bool | None = None, deadline: float | None = None
+    ) -> "Future[list[str | None]]":
+        """The fastest tier of each key, each by itself, no run; None: nowhere. A hint as `find` is, and as cheap."""
         names: list[str | None] = [None] * len(keys)
-        missing = list(range(len(keys)))
-        for port in self._ports:
-            here = port.present([keys[at] for at in missing], exact=exact) if missing else []
-            for at in [at for at, held in zip(missing, here, strict=True) if held]:
-                names[at] = port.name
-            missing = [at for at in missing if names[at] is None]
-        return names
+        until = self._deadlines.absolute(deadline)
+        steps = self._leases.whereabouts(names, list(keys), exact=self._exact(lossy=lossy))
+        return self._deadlines.run("match", steps, lambda: list(names), until)
 
     def acquire(
         self,
@@ -432,6 +429,11 @@ class TieredStore:
         there = [False] * len(keys)
         for port in self._ports:
             there = [before or now for before, now in zip(there, port.remove(keys), strict=True)]
+        gone = frozenset(keys)
+        self._leases.delete(lambda ref: ref.key in gone)
+        # And again, from host: a load that began before its lease knew has arrived by now, or is in flight.
+        self._inflight.delete(keys)
+        self._ports[0].remove(keys)
         return sum(there)
 
     def clear(self, tier_name: str | None = None, ns: int | None = None) -> None:
@@ -451,6 +453,11 @@ class TieredStore:
         for port in self._ports:
             if tier_name in (None, port.name):
                 port.patiently("clear", partial(_clear, port.tier, ns))
+        if tier_name is None and self.lower:
+            # As in `delete`.
+            self._leases.delete(lambda ref: ns in (None, ref.ns))
+            self._inflight.delete()
+            self._ports[0].patiently("clear", partial(_clear, self.host, ns))
 
     # ---- the whole
 
@@ -481,15 +488,23 @@ class TieredStore:
         """How fast each tier was read or written by loads or demotions lately, and what is queued there."""
         return {port.name: (port.reads if direction == "read" else port.writes).snapshot() for port in self._ports}
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Of host, waiting for lower tiers."""
+        return self._placement.waiting_bytes
+
     def stats(self) -> dict[str, dict[str, int]]:
-        """Counters and gauges by tier name, and under `store`: leases, pins, waiting_bytes and sessions."""
+        """Counters and gauges by tier name, and under `store`: leases, pins, waiting_bytes and sessions.
+
+        A remote tier is asked for its own, and waited for.
+        """
         by_tier = {tier.name: tier.stats() for tier in self.tiers}
         for port in self._ports:
             by_tier[port.name]["written_bytes"] = int(self.metrics.value("written_bytes_total", tier=port.name))
         own = {
             "leases": self._leases.count,
             "pins": self._pins.count,
-            "waiting_bytes": self._placement.waiting_bytes,
+            "waiting_bytes": self.waiting_bytes,
             "sessions": len(self._book),
         }
         return by_tier | {"store": own}

@@ -115,7 +115,7 @@ def test_a_method_that_always_raises_is_a_miss(method: str) -> None:
     assert method in ("observe_prefill", "busy") or hook.raised
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     methods=st.sets(st.sampled_from(METHODS), min_size=1),
     seed=st.integers(0, 2**16),

@@ -220,4 +220,4 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = BlockPoolMachine.TestCase
-TestBlockPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockPool.settings = settings(max_examples=150, stateful_step_count=40)

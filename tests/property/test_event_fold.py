@@ -88,7 +88,7 @@ class FoldedHostMachine(host.HostTierMachine):
 
 
 TestFoldedHost = FoldedHostMachine.TestCase
-TestFoldedHost.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestFoldedHost.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 def held(tier: Tier) -> dict[bytes, bool]:
@@ -121,7 +121,7 @@ changes = st.tuples(st.sampled_from(VERBS), st.integers(0, len(CHAINS) - 1), st.
 
 
 @given(st.lists(changes, min_size=5, max_size=25))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_what_nvme_tells_adds_up(steps: list[tuple[str, int, int, int]]) -> None:
     with tempfile.TemporaryDirectory() as place:
         log = EventLog(1 << 20)

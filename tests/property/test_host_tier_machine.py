@@ -260,8 +260,8 @@ class S3FifoHostTierMachine(HostTierMachine):
 
 
 TestHostTierMachine = HostTierMachine.TestCase
-TestHostTierMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestHostTierMachine.settings = settings(max_examples=80, stateful_step_count=50)
 TestArcHostTierMachine = ArcHostTierMachine.TestCase
 TestS3FifoHostTierMachine = S3FifoHostTierMachine.TestCase
 for machine in (ArcHostTierMachine, S3FifoHostTierMachine):
-    machine.TestCase.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)
+    machine.TestCase.settings = settings(max_examples=25, stateful_step_count=50)

@@ -91,5 +91,5 @@ TestLeave = LeaveMachine.TestCase
 TestSecondTouch = SecondTouchMachine.TestCase
 TestBudget = BudgetMachine.TestCase
 TestThrough.settings = TestLeave.settings = TestSecondTouch.settings = TestBudget.settings = settings(
-    max_examples=12, stateful_step_count=25, deadline=None
+    max_examples=12, stateful_step_count=25
 )

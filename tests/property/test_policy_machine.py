@@ -204,9 +204,9 @@ class S3FifoMachine(ArcMachine):
 
 
 TestLruMachine = PolicyMachine.TestCase
-TestLruMachine.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestLruMachine.settings = settings(max_examples=120, stateful_step_count=50)
 TestArcMachine = ArcMachine.TestCase
 TestClock2Machine = Clock2Machine.TestCase
 TestS3FifoMachine = S3FifoMachine.TestCase
 for machine in (ArcMachine, Clock2Machine, S3FifoMachine):
-    machine.TestCase.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
+    machine.TestCase.settings = settings(max_examples=30, stateful_step_count=50)

@@ -155,4 +155,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40)

@@ -199,4 +199,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestStoreMachine.settings = settings(max_examples=25, stateful_step_count=30)

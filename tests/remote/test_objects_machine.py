@@ -96,7 +96,7 @@ class RunsMachine(RuleBasedStateMachine):
 
 
 TestRuns = RunsMachine.TestCase
-TestRuns.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestRuns.settings = settings(max_examples=25, stateful_step_count=20)
 
 
 @given(

@@ -57,6 +57,7 @@ def test_what_is_in_a_directory_outlives_the_process(tmp_path: Path) -> None:
         ({"prefix": "/"}, "prefix = '/'"),
         ({"url": "file:///dev/null/x"}, "cannot be opened"),
         ({"url": "s3://bucket/x", "options": "region=x,hue=2"}, "cannot be opened: .*hue"),
+        ({"url": "s3://bucket/x", "options": "region=x,endpoint=http://h:9"}, "http://h:9 has no TLS: add allow_http"),
         ({"url": "ftp://host/x"}, "unknown scheme 'ftp'"),
         ({"url": "s3://key:secret@bucket"}, "holds a user name or password"),
     ],

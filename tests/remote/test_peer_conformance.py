@@ -80,7 +80,7 @@ def test_a_service_that_refuses_is_told_at_once_and_one_that_is_not_there_may_co
 ) -> None:
     service, secret = shut
     url = f"kvtier://{service.data_address}"
-    with pytest.raises(TierUnavailable, match="refuses"):
+    with pytest.raises(TierUnavailable, match=r"refuses: no valid token; tiering\.remote\.token_file"):
         open_remote(RemoteSettings(url=url))
     monkeypatch.setenv("KVTIER_TEST_TOKEN", secret)
     open_remote(RemoteSettings(url=url, password_variable="KVTIER_TEST_TOKEN")).close()

@@ -174,7 +174,7 @@ class RemoteMachine(RuleBasedStateMachine):
 
 
 TestRemoteMachine = RemoteMachine.TestCase
-TestRemoteMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestRemoteMachine.settings = settings(max_examples=25, stateful_step_count=20)
 
 
 def teardown_module() -> None:

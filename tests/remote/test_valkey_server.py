@@ -67,6 +67,16 @@ def test_records_are_strings_under_the_prefix(running: Server, tier: RemoteTier)
         assert client.ttl(PREFIX + record_name(refs[0].key, exact=True)) == -1
 
 
+def test_redis_is_another_name_of_valkey(running: Server, tier: RemoteTier) -> None:
+    refs = chain_refs(2)
+    put(tier, refs, BLOCK)
+    opened = open_tier(running.url.replace("valkey://", "redis://"))
+    try:
+        assert_loads(opened, refs)
+    finally:
+        opened.close()
+
+
 def test_large_and_tiny_blocks_in_one_batch(tier: RemoteTier) -> None:
     refs = chain_refs(6)
     sizes = [1, 9 << 20, 4095, 1 << 20, 300_000, 2]

@@ -103,6 +103,11 @@ def _store(url: SplitResult, settings: RemoteSettings, options: Mapping[str, str
             f"tiering.remote.options = {settings.options!r}: with {url.scheme}:// the only option is run; remove "
             f"{', '.join(options)}"
         )
+    plain = next((value for value in given.values() if value.startswith("http://")), None)
+    if plain is not None and "allow_http" not in options:
+        raise ConfigError(
+            f"tiering.remote.options: {plain} has no TLS: add allow_http=true, or give an https:// address"
+        )
     try:
         if url.scheme == "file":
             return from_url(settings.url, mkdir=True)

@@ -103,8 +103,11 @@ class Requests:
         self._loop.close()
 
     async def _cancel(self) -> None:
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
             task.cancel()
+        # Until they have ended nobody who waits for one is told, and the loop must not stop.
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 def _first_line(error: BaseException) -> str:

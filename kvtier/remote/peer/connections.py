@@ -83,7 +83,12 @@ class Connections:
             return self._lent(self._opened(deadline), call)
         except DeadlineExceeded as error:
             raise TierTimeout(str(error)) from error
-        except (Unauthorized, Forbidden) as error:
+        except Unauthorized as error:
+            raise Unwilling(
+                f"{self.peer.address} refuses: no valid token; tiering.remote.token_file is to hold what `kvtier cache "
+                "token create` printed there"
+            ) from error
+        except Forbidden as error:
             raise Unwilling(f"{self.peer.address} refuses: {error}") from error
         except Refused:
             raise

@@ -1,7 +1,7 @@
 """From a `valkey://` URL to a backend.
 
 valkey://host[:port][/database]       one server; redis:// is the same
-valkeys://...                         with TLS
+valkeys://...                         with TLS; rediss:// is the same
 valkey+cluster://host[:port],host...  a cluster, some of whose servers these are; valkeys+cluster:// with TLS
 """
 
@@ -25,6 +25,7 @@ __all__ = ["open_backend"]
 _log = logging.getLogger(__name__)
 
 _PORT = 6379
+_WITH_TLS = ("valkeys", "rediss")
 _MAX_PREFIX = 64
 
 
@@ -39,7 +40,8 @@ def open_backend(url: SplitResult, settings: RemoteSettings, counts: Counts) -> 
     if len(prefix) > _MAX_PREFIX:
         raise ConfigError(f"tiering.remote.prefix has {len(prefix)} bytes: expected at most {_MAX_PREFIX}")
     scheme, _, cluster = url.scheme.partition("+")
-    login = Login(settings.username, secret_of(settings), _database(url), _tls(settings) if scheme[-1] == "s" else None)
+    tls = _tls(settings) if scheme in _WITH_TLS else None
+    login = Login(settings.username, secret_of(settings), _database(url), tls)
     if settings.username is not None and login.password is None:
         raise ConfigError(
             "tiering.remote.username without a password: set tiering.remote.password_file or password_variable"

@@ -137,8 +137,8 @@ class Cache:
             raise ServiceError("invalid", "deadline: expected `time.monotonic()` seconds")
         return latest if deadline is None else min(deadline, latest)
 
-    def _check(self, keys: Sequence[bytes]) -> None:
-        check_keys(keys, self.settings.max_batch_keys)
+    def _check(self, keys: Sequence[bytes], parts: int = 1) -> None:
+        check_keys(keys, self.settings.max_batch_keys, parts)
 
     # ---- namespaces
 
@@ -170,6 +170,10 @@ class Cache:
             scope = Scope.WRITE if Scope.WRITE in caller.scopes else Scope.READ
             tenant, space = self._space(caller, scope, name)
             return tenant.info(space)
+
+    def block_bytes(self, caller: Caller, name: str) -> tuple[int, ...]:
+        """Bytes of each part of a namespace's blocks, () for opaque ones; counted as no call. Scope read."""
+        return self._space(caller, Scope.READ, name)[1].spec.block_bytes
 
     def namespaces(self, caller: Caller) -> list[NamespaceInfo]:
         """Those that the caller may use, by name. Scope read."""
@@ -217,7 +221,7 @@ class Cache:
         """
         with self._calls.call("match", caller):
             tenant, space = self._space(caller, Scope.READ, ns)
-            self._check(keys)
+            self._check(keys, space.parts)
             tiers = tenant.store.match(space.probes(keys), parts=space.parts, lossy=lossy, depth=depth).tiers
             tenant.traffic.match(ns, len(keys), len(tiers))
             return tiers
@@ -257,8 +261,8 @@ class Cache:
                 raise ServiceError("too_large", f"{len(tokens)} tokens: at most {most} at a time")
             chain = Chain(layout.block_size, extras)
             chain.extend(tokens)
-            keys = space.probes(chain.keys)
-            tiers = tenant.store.match(keys, parts=space.parts, lossy=lossy).tiers
+            self._check(chain.keys, space.parts)
+            tiers = tenant.store.match(space.probes(chain.keys), parts=space.parts, lossy=lossy).tiers
             tenant.traffic.match(ns, len(chain.keys), len(tiers))
             return chain.keys, tiers
 
@@ -294,8 +298,8 @@ class Cache:
 
         def start() -> "Future[Reading]":
             tenant, space = self._space(caller, Scope.READ, ns)
-            self._check(keys)
             chosen = tuple(range(space.parts)) if parts is None else tuple(parts)
+            self._check(keys, len(chosen))
             if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(space.parts)):
                 raise ServiceError(
                     "invalid", f"parts {list(chosen)}: expected some of 0 to {space.parts - 1}, once each"
@@ -392,9 +396,9 @@ class Cache:
         """
         with self._calls.call("delete", caller):
             tenant, space = self._space(caller, Scope.WRITE, ns)
-            self._check(keys)
+            self._check(keys, space.parts)
             stored = space.keys(keys)
-            names = tenant.store.whereabouts(stored, lossy=True)
+            names = tenant.store.whereabouts(stored, lossy=True).result()
             tenant.store.delete(stored)
             return sum(any(names[at : at + space.parts]) for at in range(0, len(names), space.parts))
 
@@ -409,7 +413,7 @@ class Cache:
         """
         with self._calls.call("pin", caller):
             tenant, space = self._space(caller, Scope.WRITE, ns)
-            self._check(keys)
+            self._check(keys, space.parts)
             if not 0 < ttl <= self.settings.max_pin_ttl:
                 raise ServiceError(
                     "invalid", f"ttl {ttl}: expected seconds, above 0, up to {self.settings.max_pin_ttl}"
@@ -436,7 +440,7 @@ class Cache:
         """
         with self._calls.call("prefetch", caller):
             tenant, space = self._space(caller, Scope.READ, ns)
-            self._check(keys)
+            self._check(keys, space.parts)
             until, stored, parts = self._until(deadline), space.keys(keys), space.parts
             start = partial(tenant.store.prefetch, stored, parts=parts, deadline=until, depth=depth)
             return tenant.prefetches.add(ns, start)
@@ -469,7 +473,7 @@ class Cache:
         """
         with self._calls.call("hint", caller):
             tenant, space = self._space(caller, Scope.WRITE, ns)
-            self._check(keys)
+            self._check(keys, space.parts)
             if first < 0:
                 raise ServiceError("invalid", f"first {first}: expected a depth, 0 or more")
             each = [own_session(caller, hints.at(first + at)) for at in range(len(keys))]
@@ -551,7 +555,7 @@ class Cache:
     @property
     def waiting_bytes(self) -> int:
         """Bytes in host that wait for lower tiers."""
-        return sum(tenant.store.stats()["store"]["waiting_bytes"] for tenant in self._tenants.values())
+        return sum(tenant.store.waiting_bytes for tenant in self._tenants.values())
 
     # ---- scope admin
 

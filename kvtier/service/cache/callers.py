@@ -55,8 +55,9 @@ def require(caller: Caller, scope: Scope) -> None:
     """
     if scope not in caller.scopes:
         held = ", ".join(sorted(caller.scopes)) or "none"
+        wanted = " ".join(f"--scope {one}" for one in sorted({*caller.scopes, scope}))
         raise ServiceError(
             "forbidden",
             f"token {caller.token} has the scopes {held}: this needs {scope}; "
-            f"have one made by `kvtier cache token create --scope {scope}`",
+            f"have one made by `kvtier cache token create {wanted}`",
         )

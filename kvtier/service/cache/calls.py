@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from kvtier.errors import ConfigError, FormatMismatch, RequestError, TierUnavailable
+from kvtier.errors import ConfigError, FormatMismatch, LeaseError, RequestError, TierUnavailable
 from kvtier.service.cache.callers import Caller
 from kvtier.service.cache.errors import ServiceError
 from kvtier.service.cache.telemetry import Telemetry
@@ -117,4 +117,7 @@ def _told(error: BaseException) -> BaseException:
 
 
 def _outcome(error: BaseException) -> str:
+    if isinstance(error, LeaseError):
+        # Whoever it was for has gone, and what it held with it.
+        return "gone"
     return error.code if isinstance(error, ServiceError) else "error"

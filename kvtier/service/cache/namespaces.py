@@ -21,7 +21,8 @@ __all__ = [
     "layout_from_data",
 ]
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# No dot first: HTTP clients take `.` and `..` out of paths before they send them.
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _LONGEST_TEXT = 1024
 _MOST_PARTS = 4096
 _OPAQUE = b"opaque"
@@ -32,7 +33,7 @@ class NamespaceSpec:
     """What must be equal for blocks to be reusable, and the name that clients use.
 
     Args:
-        name: 1 to 128 of `A-Z a-z 0-9 . _ -`.
+        name: 1 to 128 of `A-Z a-z 0-9 . _ -`, no dot first.
         layout: of its blocks; None: opaque, blocks of any size that are stored as they are.
         model: fingerprint of weights and revision.
         numerics: what changes values without changing shapes.
@@ -216,7 +217,7 @@ def check_name(name: str) -> None:
         ServiceError: invalid.
     """
     if _NAME.fullmatch(name) is None:
-        raise ServiceError("invalid", "namespace: expected 1 to 128 of A-Z a-z 0-9 . _ -")
+        raise ServiceError("invalid", "namespace: expected 1 to 128 of A-Z a-z 0-9 . _ -, no dot first")
 
 
 def layout_as_data(layout: Layout) -> dict[str, Any]:

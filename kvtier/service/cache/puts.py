@@ -16,16 +16,28 @@ __all__ = ["check_blocks", "check_keys", "items", "own_session"]
 _LONGEST_KEY = 32
 _KEY_LENGTHS = set(range(STORE_KEY_BYTES, _LONGEST_KEY + 1))
 _DEEPEST = (1 << 31) - 1
+# On average, in a call of as many keys as there may be.
+_PARTS_PER_KEY = 16
 
 
-def check_keys(keys: Sequence[bytes], most: int) -> None:
+def check_keys(keys: Sequence[bytes], most: int, parts: int = 1) -> None:
     """Let chain keys of one call pass.
+
+    Args:
+        keys: of the call.
+        most: that there may be.
+        parts: of each block that are looked for, one after the other.
 
     Raises:
         ServiceError: invalid, or too_large.
     """
     if len(keys) > most:
         raise ServiceError("too_large", f"{len(keys)} keys: at most {most} at a time; split the call")
+    if len(keys) * parts > _PARTS_PER_KEY * most:
+        raise ServiceError(
+            "too_large",
+            f"{len(keys)} keys of {parts} parts each: at most {_PARTS_PER_KEY * most} parts at a time; split the call",
+        )
     wrong = set(map(len, keys)) - _KEY_LENGTHS
     if wrong:
         raise ServiceError("invalid", f"key of {min(wrong)} bytes: expected {STORE_KEY_BYTES} to {_LONGEST_KEY}")

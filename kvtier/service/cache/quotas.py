@@ -51,8 +51,9 @@ def read_quotas(settings: ServiceSettings, tiering: TieringSettings) -> dict[str
         wanted = [getattr(row, tier) or 0 for row in rows.values()]
         if max(wanted) > capacity or (sum(wanted) > capacity and not settings.overcommit):
             raise CapacityError(
-                f"{settings.tenants}: the tenants' {tier} quotas are {sum(wanted)} bytes in all, {max(wanted)} at "
-                f"most: tiering.{tier}.capacity = {capacity}; lower them, raise it, or set service.overcommit = true"
+                f"{settings.tenants}: the tenants' {tier} quotas add up to {sum(wanted)} bytes, the largest is "
+                f"{max(wanted)}, and tiering.{tier}.capacity = {capacity}: lower them, raise it, or, if only the sum "
+                "is beyond it, set service.overcommit = true"
             )
     return {name: Quota(row.host, row.nvme) for name, row in rows.items()}
 

@@ -92,24 +92,34 @@ class Read:
         return self._request.owner
 
     def start(self) -> None:
-        """Begin."""
-        ranges = self._present() if self._request.each else [(0, len(self._request.chain))]
-        self._runs = [_Run(start) for start, _ in ranges]
+        """Begin. Returns at once, also where a remote tier has to be asked."""
+        request = self._request
+        if not request.each:
+            self._begin([(0, len(request.chain))])
+            return
+        keys = request.space.keys(request.chain, request.parts)
+        located = self._store.whereabouts(keys, lossy=request.lossy, deadline=request.deadline)
+        located.add_done_callback(self._located)
+
+    def _located(self, future: "Future[list[str | None]]") -> None:
+        with self._attempt():
+            names, parts = future.result(), len(self._request.parts)
+            there = [None not in names[at : at + parts] for at in range(0, len(names), parts)]
+            edges = np.flatnonzero(np.diff([False, *there, False]))
+            self._begin([(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)])
+
+    def _begin(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Lease runs [start, stop) of the chain."""
+        with self._lock:
+            if self._over:
+                return
+            self._runs = [_Run(start) for start, _ in ranges]
+            self._waiting = len(ranges)
         if not ranges:
             self._hand_out()
             return
-        self._waiting = len(ranges)
         for run, (start, stop) in zip(self._runs, ranges, strict=True):
             self._acquire(run, self._request.chain[start:stop])
-
-    def _present(self) -> list[tuple[int, int]]:
-        """Runs [start, stop) of blocks of which every part is somewhere."""
-        request = self._request
-        parts = len(request.parts)
-        names = self._store.whereabouts(request.space.keys(request.chain, request.parts), lossy=request.lossy)
-        there = [None not in names[at : at + parts] for at in range(0, len(names), parts)]
-        edges = np.flatnonzero(np.diff([False, *there, False]))
-        return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
     def _acquire(self, run: _Run, chain: Sequence[bytes]) -> None:
         request = self._request

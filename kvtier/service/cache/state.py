@@ -79,7 +79,7 @@ class StateDirectory:
             return _decode(path.read_bytes())
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}: make it readable for this process") from error
-        except (KeyError, TypeError, ValueError, ServiceError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError, ServiceError) as error:
             raise ConfigError(
                 f"{path} is damaged or of another version ({error}): restore it from a backup; or remove it, and "
                 f"what the tiers hold of tenant {tenant} will never be found again"

@@ -83,7 +83,7 @@ class Telemetry:
         self.registry.register(_Service(self))
 
     def called(self, verb: str, outcome: str, tenant: str, seconds: float) -> None:
-        """A call ended; outcome: `ok`, the code of a `ServiceError`, or `error`."""
+        """A call ended; outcome: `ok`, the code of a `ServiceError`, `gone` or `error`."""
         with self._lock:
             self._calls[verb, outcome, tenant] += 1
             times = self._times.get(verb)

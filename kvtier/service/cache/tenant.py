@@ -142,7 +142,11 @@ class Tenant:
         with self._naming:
             known = self._spaces.get(spec.name)
             if known is not None and known.spec != spec:
-                raise ServiceError("conflict", f"namespace {spec.name} is another one: choose another name, or drop it")
+                there = asdict(known.spec)
+                other = ", ".join(name for name, value in asdict(spec).items() if there[name] != value)
+                raise ServiceError(
+                    "conflict", f"namespace {spec.name} is there with another {other}: choose another name, or drop it"
+                )
             if known is not None:
                 return known
             if len(self._spaces) >= self._most:

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import hmac
 import json
+import math
 import re
 import secrets
 import time
@@ -144,8 +145,10 @@ class Tokens:
         check_tenant(tenant)
         chosen = tuple(sorted({Scope(scope).value for scope in scopes}))
         patterns = None if namespaces is None else tuple(namespaces)
-        if not chosen or patterns == () or not (lifetime is None or lifetime > 0):
-            raise ConfigError("token: expected at least one scope, a pattern or none, and a lifetime above 0")
+        if not chosen or patterns == ():
+            raise ConfigError("token: without a scope or with an empty list of namespaces it would open nothing")
+        if lifetime is not None and not lifetime > 0:
+            raise ConfigError(f"token: a lifetime of {lifetime:g} s: expected more than 0, or none for ever")
         for pattern in patterns or ():
             if _PATTERN.fullmatch(pattern) is None:
                 raise ConfigError(
@@ -204,7 +207,7 @@ def _read(path: Path) -> dict[str, TokenEntry]:
         return {}
     except OSError as error:
         raise ConfigError(f"service.tokens = {path}: {error.strerror}: name a readable file") from error
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"service.tokens = {path}: damaged or of another version ({error}): restore it, or remove it and make new "
             "tokens with `kvtier cache token create`"
@@ -213,11 +216,22 @@ def _read(path: Path) -> dict[str, TokenEntry]:
 
 def _entry(row: Mapping[str, Any]) -> TokenEntry:
     namespaces = row["namespaces"]
+    if not (isinstance(row["scopes"], list) and (namespaces is None or isinstance(namespaces, list))):
+        raise TypeError(f"scopes or namespaces of entry {row['id']!r}")
     entry = TokenEntry(
         **{**row, "scopes": tuple(row["scopes"]), "namespaces": None if namespaces is None else tuple(namespaces)}
     )
     if not (re.fullmatch(r"[0-9a-f]{16}", entry.id) and re.fullmatch(r"[0-9a-f]{64}", entry.hash)):
         raise ValueError(f"entry {entry.id!r}")
+    # What is wrong here would come out when somebody calls, and a token that should be narrow or over be neither.
+    if not all(_PATTERN.fullmatch(pattern) for pattern in entry.namespaces or ()) or namespaces == []:
+        raise ValueError(f"namespaces {namespaces!r} of entry {entry.id}")
+    if not (_is_time(entry.created) and (entry.expires is None or _is_time(entry.expires))):
+        raise ValueError(f"times of entry {entry.id}")
     _ = entry.caller.scopes
     check_tenant(entry.tenant)
     return entry
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)

@@ -74,7 +74,8 @@ function enter(error) {
   const first = byId("entry").hidden;
   status("closed", "Token needed");
   say(byId("uptime"), "");
-  say(byId("entry-error"), token.get() === null && error.status === 401 ? "" : error.message);
+  const unknown = token.get() === null ? "" : "This token opens nothing here: it is unknown, revoked or expired.";
+  say(byId("entry-error"), error.status === 401 ? unknown : error.message);
   leave();
   byId("figures").hidden = byId("first").hidden = true;
   byId("entry").hidden = false;

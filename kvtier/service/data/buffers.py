@@ -1,8 +1,9 @@
-"""Memory that bodies are received into, bounded for all connections together and used again."""
+"""Memory that bodies are received into, bounded for each tenant and used again."""
 
 import mmap
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,81 +20,82 @@ class BufferPool:
     """Thread-safe.
 
     Args:
-        limit: bytes that may be out at a time.
+        limit: bytes that one owner may have at a time; a tenant, so that nobody makes another one wait.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._out = 0
+        self._out: Counter[str] = Counter()
         self._idle: list[mmap.mmap] = []  # the one that was used last, and is in the caches, at the end
         self._freed = threading.Condition()
 
     @property
     def bytes_out(self) -> int:
-        """Bytes in use."""
-        return self._out
+        """Bytes in use, by all owners."""
+        return self._out.total()
 
     @contextmanager
-    def lend(self, nbytes: int, seconds: float) -> Iterator[memoryview]:
+    def lend(self, owner: str, nbytes: int, seconds: float) -> Iterator[memoryview]:
         """A buffer of `nbytes`, waited for that long.
 
         Raises:
-            ServiceError: busy: all memory is in use, and stayed so.
+            ServiceError: busy: the owner has as much as it may, and kept it.
         """
-        memory = self._take(nbytes, seconds)
+        memory = self._take(owner, nbytes, seconds)
         try:
             yield memoryview(memory)[:nbytes]
         finally:
-            self._give_back(memory)
+            self._give_back(owner, memory)
 
     @contextmanager
-    def charged(self, nbytes: int) -> Iterator[None]:
+    def charged(self, owner: str, nbytes: int) -> Iterator[None]:
         """Count memory of another kind against the limit.
 
         Raises:
             ServiceError: busy.
         """
         with self._freed:
-            self._claim(nbytes)
+            self._claim(owner, nbytes)
         try:
             yield
         finally:
-            self._unclaim(nbytes)
+            self._unclaim(owner, nbytes)
 
-    def _take(self, nbytes: int, seconds: float) -> mmap.mmap:
+    def _take(self, owner: str, nbytes: int, seconds: float) -> mmap.mmap:
         size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
         until = time.monotonic() + seconds
         with self._freed:
-            while self._out + size > self._limit and self._out:
+            while self._out[owner] + size > self._limit and self._out[owner]:
                 left = until - time.monotonic()
                 if left <= 0 or not self._freed.wait(left):
                     break
-            self._claim(size)
+            self._claim(owner, size)
             found = next((memory for memory in reversed(self._idle) if len(memory) == size), None)
             if found is not None:
                 self._idle.remove(found)
                 return found
         return mmap.mmap(-1, size)
 
-    def _claim(self, nbytes: int) -> None:
+    def _claim(self, owner: str, nbytes: int) -> None:
+        out = self._out[owner]
         # A buffer that is alone may be larger than the limit: rounded up, the longest block is.
-        if self._out and self._out + nbytes > self._limit:
+        if out and out + nbytes > self._limit:
             raise ServiceError(
                 "busy",
-                f"{self._out} of {self._limit} bytes for bodies are in use: send less at once, or raise "
+                f"{out} of {self._limit} bytes for bodies are in use: send less at once, or raise "
                 "service.inflight_bytes",
                 retry_after=_RETRY_SECONDS,
             )
-        self._out += nbytes
+        self._out[owner] += nbytes
 
-    def _unclaim(self, nbytes: int) -> None:
+    def _unclaim(self, owner: str, nbytes: int) -> None:
         with self._freed:
-            self._out -= nbytes
+            self._out[owner] -= nbytes
             self._freed.notify_all()
 
-    def _give_back(self, memory: mmap.mmap) -> None:
+    def _give_back(self, owner: str, memory: mmap.mmap) -> None:
         with self._freed:
             self._idle.append(memory)
             while sum(map(len, self._idle)) > _MOST_IDLE:
                 del self._idle[0]
-        self._unclaim(len(memory))
+        self._unclaim(owner, len(memory))

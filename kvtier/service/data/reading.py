@@ -51,7 +51,7 @@ class _Windows:
         self._asked = asked
         self._keys = session.keys(asked.keys, asked.width)
         self._deadline = session.deadline(asked.timeout)
-        sizes = session.block_bytes(asked.ns)
+        sizes = session.cache.block_bytes(session.caller, asked.ns)
         parts = range(len(sizes) or 1) if asked.parts is None else asked.parts
         if not parts or not all(0 <= part < (len(sizes) or 1) for part in parts):
             raise ServiceError("invalid", f"parts {asked.parts}: expected some of the {len(sizes) or 1} of {asked.ns}")
@@ -94,7 +94,8 @@ class _Windows:
             session.caller,
             asked.ns,
             keys,
-            parts=asked.parts,
+            # Named, for the namespace may become another one meanwhile.
+            parts=self._parts,
             owner=session.owner,
             lossy=asked.lossy,
             each=asked.each,
@@ -157,8 +158,12 @@ def _leased(session: Session, window: _Window, ns: str) -> Leased:
     if len(spans) < len(found):
         raise ServiceError("conflict", f"blocks of namespace {ns} lie encoded in host: get them instead")
     regions, offsets = [span.region for span in spans], [span.offset for span in spans]
-    lease = session.keep(window.reading) if found else 0
-    return Leased(**_columns(window, found), lease=lease, regions=regions, offsets=offsets)
+    columns = _columns(window, found)
+    if not found:
+        # Nobody would release it: it would be held for as long as the connection lives.
+        window.reading.close()
+        return Leased(**columns)
+    return Leased(**columns, lease=session.keep(window.reading), regions=regions, offsets=offsets)
 
 
 def _columns(window: _Window, found: Sequence[Found]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class DataServer:
         self._draining = False
         self.address: tuple[str, int] | None = None
         self.socket: Path | None = None
+        self._socket_file = (0, 0)
 
     def start(self) -> None:
         """Listen where the settings say."""
@@ -61,7 +62,7 @@ class DataServer:
                 self.address = (host, port)
             if settings.socket is not None:
                 self._listeners.append(listen_at(settings.socket))
-                self.socket = settings.socket
+                self.socket, self._socket_file = settings.socket, _file(settings.socket)
         except ConfigError:
             self._stop_listening()
             raise
@@ -116,7 +117,9 @@ class DataServer:
             listener.close()
         if listeners and self.socket is not None:
             with suppress(OSError):
-                self.socket.unlink()
+                # Somebody may have removed it, and another service may listen at the path now.
+                if _file(self.socket) == self._socket_file:
+                    self.socket.unlink()
 
     # ---- letting in
 
@@ -156,6 +159,11 @@ class DataServer:
         finally:
             with self._lock:
                 self._connections.pop(connection, None)
+
+
+def _file(path: Path) -> tuple[int, int]:
+    found = path.lstat()
+    return found.st_dev, found.st_ino
 
 
 def _starts(thread: threading.Thread) -> bool:

@@ -15,6 +15,9 @@ __all__ = ["Port", "Session"]
 
 # A token that was revoked opens nothing any more after this time, also on connections that are open.
 _TRUST_SECONDS = 1.0
+# What a lease of a few bytes takes, beside them.
+_MOST_LEASES = 4096
+_RETRY_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,6 @@ class Session:
         self._trusted_until = time.monotonic() + _TRUST_SECONDS
         self._leases: dict[int, Reading] = {}
         self._named = 0
-        self._sizes: dict[str, tuple[int, ...]] = {}
         self._held = ExitStack()
 
     @property
@@ -76,15 +78,6 @@ class Session:
         if timeout is not None and not timeout > 0:
             raise ServiceError("invalid", f"timeout {timeout}: expected seconds, above 0")
         return time.monotonic() + (longest if timeout is None else min(timeout, longest))
-
-    def block_bytes(self, name: str) -> tuple[int, ...]:
-        """Bytes of each part of a namespace's blocks, () for opaque ones. Told once: it only says how much to read at a
-        time.
-        """
-        sizes = self._sizes.get(name)
-        if sizes is None:
-            sizes = self._sizes[name] = self.cache.namespace(self.caller, name).block_bytes
-        return sizes
 
     def keys(self, packed: bytes, width: int) -> list[bytes]:
         """Keys as they came, no more than one call may have.
@@ -112,7 +105,17 @@ class Session:
     # ---- leases
 
     def keep(self, reading: Reading) -> int:
-        """Hold a reading until it is released by this number, or the connection ends."""
+        """Hold a reading until it is released by this number, or the connection ends.
+
+        Raises:
+            ServiceError: busy: the connection holds as many as it may.
+        """
+        if len(self._leases) >= _MOST_LEASES:
+            raise ServiceError(
+                "busy",
+                f"this connection holds {_MOST_LEASES} leases: release some, or lease more blocks at a time",
+                retry_after=_RETRY_SECONDS,
+            )
         self._named += 1
         self._leases[self._named] = reading
         return self._named
@@ -151,7 +154,7 @@ class Session:
         if not 0 < nbytes <= most:
             raise ServiceError("too_large", f"a staging region of {nbytes} bytes: expected 1 to {most}")
         size = round_up(nbytes)
-        self._held.enter_context(self.port.buffers.charged(size))
+        self._held.enter_context(self.port.buffers.charged(self.caller.tenant, size))
         self.staging = MemoryRegion(size, name="staging", writable=True)
         self._held.callback(self.staging.close)
         return self.staging

@@ -96,7 +96,7 @@ class _Puts:
                     exchange.body(view)
                 self.put(items, room.views, memory.pop_all(), room.handles)
                 return
-            buffer = memory.enter_context(session.port.buffers.lend(sum(sizes), _BUFFER_SECONDS))
+            buffer = memory.enter_context(session.port.buffers.lend(session.caller.tenant, sum(sizes), _BUFFER_SECONDS))
             exchange.body(buffer)
             self.put(items, _cut(buffer, items), memory.pop_all())
 

@@ -49,6 +49,9 @@ class PutHeads(BaseModel):
     depth: int = Field(-1, alias="KVTier-Depth", ge=-1, lt=1 << 31, description="Position in its chain, 0 first")
     exact: Literal["true", "false"] = Field("true", alias="KVTier-Exact", description="Whether it is lossless")
     format: Literal["raw"] = Field("raw", alias="KVTier-Format", description="Of the body")
+    encoding: Literal["identity"] = Field(
+        "identity", alias="Content-Encoding", description="None: blocks are stored as they come"
+    )
     layout: str | None = Field(
         None, alias="KVTier-Layout", pattern=_LAYOUT_PATTERN, description="Fingerprint that the namespace must have"
     )

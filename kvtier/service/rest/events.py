@@ -4,14 +4,17 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.types import Receive, Scope, Send
 
+from kvtier.service.cache import Cache
 from kvtier.service.cache.events import BlockEvent, TenantEvents
 from kvtier.service.rest.calls import CallerOf, Service
 from kvtier.service.rest.errors import RestError
+from kvtier.service.rest.guards import still_known
 from kvtier.service.rest.spec import refusals
 
 __all__ = ["EventReply", "event_routes"]
@@ -49,6 +52,7 @@ def event_routes(service: Service) -> APIRouter:
         },
     )
     async def events(
+        request: Request,
         caller: CallerOf,
         since: Annotated[
             str | None, Query(pattern=_ID_PATTERN, description="An event's id or number; those after it come first")
@@ -59,9 +63,14 @@ def event_routes(service: Service) -> APIRouter:
     ) -> Response:
         """Follow what the tiers hold, from now on or from an earlier event on."""
         log = cache.events(caller)
-        return EventReply(log, _after(log, last_event_id or since), lambda: cache.draining)
+        ended = partial(_ended, cache, request.scope)
+        return EventReply(log, _after(log, last_event_id or since), ended)
 
     return router
+
+
+def _ended(cache: Cache, scope: Scope) -> bool:
+    return cache.draining or not still_known(scope)
 
 
 def _after(log: TenantEvents, since: str | None) -> int:
@@ -76,7 +85,7 @@ def _after(log: TenantEvents, since: str | None) -> int:
 
 
 class EventReply(Response):
-    """Events of a log until the client goes away, or the service drains.
+    """Events of a log until the client goes away, its token ends, or the service drains.
 
     Args:
         log: the tenant's.

@@ -13,12 +13,13 @@ from kvtier.service.cache import Caller, ServiceError, Tokens
 from kvtier.service.rest.errors import RestError, from_service, refusal
 from kvtier.service.rest.page import PAGE_PATHS
 
-__all__ = ["OPEN_PATHS", "BodyGuard", "BodyRefused", "HeadGuard", "PageGuard", "TokenGuard", "caller_of"]
+__all__ = ["OPEN_PATHS", "BodyGuard", "BodyRefused", "HeadGuard", "PageGuard", "TokenGuard", "caller_of", "still_known"]
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PAGE_PATHS
 """Served without a token: they show nothing of anybody."""
 
 _CALLER = "kvtier.caller"
+_KNOWN = "kvtier.known"
 _MOST_HEADERS = 100
 _LONGEST_HEAD = 1 << 15
 _ADVANCE = 4096
@@ -31,6 +32,12 @@ def caller_of(scope: Scope) -> Caller:
     """Whose request it is."""
     caller: Caller = scope[_CALLER]
     return caller
+
+
+def still_known(scope: Scope) -> bool:
+    """Whether the caller's token is what it was when the request began; for answers that take long."""
+    known: Callable[[], bool] = scope[_KNOWN]
+    return known()
 
 
 class BodyRefused(HTTPException):
@@ -120,16 +127,24 @@ class TokenGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            secret = _secret(scope)
             try:
-                caller = self._tokens.caller(_secret(scope))
+                caller = self._tokens.caller(secret)
             except ServiceError as error:
                 told = from_service(error)
                 told.headers.update(_CLOSE)
                 await refusal(told)(scope, receive, send)
                 return
             scope[_CALLER] = caller
+            scope[_KNOWN] = lambda: self._knows(secret, caller)
             note(scope, token=caller.token, tenant=caller.tenant)
         await self._app(scope, receive, send)
+
+    def _knows(self, secret: str | None, caller: Caller) -> bool:
+        try:
+            return self._tokens.caller(secret) == caller
+        except ServiceError:
+            return False
 
 
 class BodyGuard:

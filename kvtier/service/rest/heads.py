@@ -12,8 +12,8 @@ __all__ = ["KEY_PATTERN", "NAME_PATTERN", "Span", "block_headers", "content_dige
 
 KEY_PATTERN = r"^(?:[0-9a-f]{2}){16,32}$"
 """A chain key in hex."""
-NAME_PATTERN = r"^[A-Za-z0-9._-]{1,128}$"
-"""A namespace, a session."""
+NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
+"""A namespace, a session. Not `.` and `..`: clients take these out of paths before they send them."""
 
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _SHA256 = re.compile(r"(?:^|[,\s])sha-256=:([A-Za-z0-9+/]{0,64}={0,2}):")

@@ -425,7 +425,7 @@ def test_a_client_that_is_killed_holds_nothing(service: World, what: str) -> Non
 
 
 @given(st.binary(min_size=1, max_size=200))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_garbage_is_answered_by_an_error_or_the_end(service: World, garbage: bytes) -> None:
     with service.talk() as talk:
         talk.sock.sendall(garbage)
@@ -450,7 +450,7 @@ _CODES = ["invalid", "too_large", "unknown_namespace", "unknown_pin", "unknown_p
 
 
 @given(st.integers(2, 20), st.dictionaries(_FIELDS, _VALUES, max_size=6), st.booleans())
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_fields_are_an_error_or_an_answer(service: World, opcode: int, head: dict[str, Any], real: bool) -> None:
     fields = head | ({"ns": "target", "keys": KEY} if real else {})
     with service.talk() as talk:

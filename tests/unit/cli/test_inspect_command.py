@@ -268,6 +268,10 @@ class TestRefusals:
         assert "is no directory" in self._refused(capsys, str(tmp_path / "none"))
         assert "no META.json" in self._refused(capsys, str(tmp_path), "--repair")
         assert list(tmp_path.iterdir()) == []
+        # Of a cache service the directories are the tenants', one below what is configured.
+        (tmp_path / "team-a").mkdir()
+        (tmp_path / "team-a" / "META.json").write_text("{}")
+        assert "name one of those in it: team-a" in self._refused(capsys, str(tmp_path), "--repair")
 
     def test_a_newer_version(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         meta = json.loads((path / "META.json").read_text())

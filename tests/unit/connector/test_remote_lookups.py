@@ -1,32 +1,12 @@
 """Look-ups over a tier that takes round trips: the scheduler's thread never waits, and asks once."""
 
-import threading
-from collections.abc import Sequence
-
 from connector_world import BLOCK_BYTES, NAMESPACE, SIZE, Request, answer, holds_nothing, load, save, settle
+from store_world import FarTier
 
 from kvtier.connector import ConnectorOptions, TierScheduler
 from kvtier.cpu import HostTier, StagingRegion
 from kvtier.hooks import Match, Pending
 from kvtier.store import TieredStore
-from kvtier.tiers import Ticket, TierCaps
-
-
-class FarTier(HostTier):
-    """A tier in memory that says it is a network away, and answers look-ups when it may."""
-
-    caps = TierCaps(remote=True, probe=30.0)
-
-    def __init__(self) -> None:
-        super().__init__(1 << 20, name="far")
-        self.answers = threading.Event()
-        self.answers.set()
-        self.asked: list[str] = []
-
-    def contains(self, keys: Sequence[bytes], deadline: float | None = None, *, exact: bool = False) -> Ticket:
-        self.asked.append(threading.current_thread().name)
-        assert self.answers.wait(30)
-        return super().contains(keys, deadline, exact=exact)
 
 
 def half_over(store: TieredStore) -> TierScheduler:

@@ -102,7 +102,7 @@ def test_only_live_reservations_of_one_size_are_exchanged() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3), st.booleans(), st.booleans()), max_size=25))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_mixture_of_ways_reads_back_what_was_put(steps: list[tuple[int, int, bool, bool]]) -> None:
     """Against a dict: what is found is what was put first; nothing is held at the end."""
     host = HostTier(6 * PAGES)

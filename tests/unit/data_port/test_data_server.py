@@ -174,6 +174,21 @@ def test_an_address_that_is_taken_is_refused_and_nothing_stays(service: World, t
     assert descriptors() == before
 
 
+def test_a_socket_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> None:
+    with world(tmp_path) as service:
+        socket_path = tmp_path / "data.sock"
+        socket_path.rename(tmp_path / "moved.sock")
+        other = DataServer(service.cache, service.tokens, service.settings)
+        other.start()
+        try:
+            service.server.close()
+            with service.client("unix") as client:
+                assert client.namespaces() == []
+        finally:
+            other.close()
+        assert not socket_path.exists()
+
+
 def test_starting_and_closing_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
     with world(tmp_path) as service:
         service.server.close()

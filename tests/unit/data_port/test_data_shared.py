@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from data_world import BLOCK, NOTHING, PLAIN, World, blocks, chain, content, world
 
-from kvtier.client.errors import Conflict, Forbidden, Interrupted, Refused
+from kvtier.client.errors import Busy, Conflict, Forbidden, Interrupted, Refused
 from kvtier.client.results import Block, PutOutcome
 from kvtier.layout import Span
 from kvtier.service.cache import Scope
@@ -193,6 +193,38 @@ def test_a_refused_put_gives_its_slots_back(service: World) -> None:
             with pytest.raises(Refused):
                 client.put_many("absent", blocks(chain(12, "slots")))
         assert set(client.put_many("slots", blocks(chain(12, "slots")))) == {PutOutcome.STORED}
+
+
+def test_leases_that_find_nothing_hold_nothing(filled: World) -> None:
+    with filled.client("shared") as client:
+        for _ in range(3):
+            assert client.get_many("memory", chain(2, "absent")) == []
+            assert client.lease("memory", chain(2, "absent")).blocks == []
+        assert filled.holds()["readings"] == 0
+
+
+def test_leases_of_one_connection_are_bounded(filled: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.service.data.session._MOST_LEASES", 3)
+    with filled.client("shared") as client:
+        held = [client.lease("memory", KEYS) for _ in range(3)]
+        with pytest.raises(Busy, match="holds 3 leases"):
+            client.lease("memory", KEYS)
+        assert filled.holds()["readings"] == 3
+        held.pop().close()
+        client.lease("memory", KEYS).close()
+
+
+def test_a_tenant_that_takes_all_the_memory_for_bodies_has_its_own(tmp_path: Path) -> None:
+    with world(tmp_path, inflight_bytes="32MiB") as service:
+        with service.client("shared") as hog, service.client("unix", shared=True) as second:
+            hog.connect()
+            with pytest.raises(Busy):
+                second.connect()
+            with service.client("shared", "blue") as other:
+                other.create_namespace("own", None)
+                assert other.put_many("own", blocks(KEYS)) == [PutOutcome.STORED] * 4
+                assert other.shares_memory
+        assert service.settled() == NOTHING
 
 
 def test_where_no_staging_is_left_a_client_uses_the_socket(tmp_path: Path) -> None:

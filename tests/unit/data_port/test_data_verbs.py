@@ -119,6 +119,18 @@ def test_a_block_of_several_parts_is_there_once_all_are(client: DataClient) -> N
         client.get_many(ns, keys, parts=[4])
 
 
+def test_a_namespace_that_was_made_anew_is_read_as_what_it_is(client: DataClient, service: World) -> None:
+    ns, key = f"{client.way}-anew", chain(1, "anew")[0]  # type: ignore[attr-defined]
+    for layout in (PLAIN, PARTS, PLAIN):
+        sizes = client.create_namespace(ns, layout).block_bytes
+        assert client.get_many(ns, [key]) == []
+        rows = [Block(key, content(key, nbytes, part), part, depth=0) for part, nbytes in enumerate(sizes)]
+        assert client.put_many(ns, rows) == [PutOutcome.STORED] * len(sizes)
+        found = client.get_many(ns, [key])
+        assert [bytes(item.data) for item in found] == [row.data for row in rows]
+        service.cache.drop_namespace(service.admin, ns)
+
+
 def test_blocks_of_another_size_than_the_layouts_are_refused(client: DataClient) -> None:
     ns = f"{client.way}-plain"  # type: ignore[attr-defined]
     keys = chain(2, "size")

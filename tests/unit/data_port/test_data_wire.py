@@ -46,7 +46,7 @@ def test_a_head_beyond_the_limit_is_never_sent() -> None:
 
 
 @given(st.integers(16, 32), st.integers(0, 40))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_keys_of_any_width_come_back(width: int, count: int) -> None:
     keys = [bytes([at]) * width for at in range(count)]
     assert unpack_keys(b"".join(keys), width) == keys
@@ -94,7 +94,7 @@ def test_a_misspelt_field_of_a_request_is_an_error_and_a_new_one_of_an_answer_is
 
 
 @given(st.binary(max_size=64))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_garbage_is_a_head_or_an_error_and_nothing_else(garbage: bytes) -> None:
     for kind in (Get, Match):
         with contextlib.suppress(WireError):

@@ -42,6 +42,23 @@ def test_blocks_are_there_while_prefill_still_runs(prefill: RunningPrefill, clie
     assert seen[-1][1] == BLOCKS
 
 
+def test_a_remote_tier_is_not_taken_for_the_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    shared = tmp_path / "objects"
+    shared.mkdir()
+    llm = tiny_prefill_llm(monkeypatch, tmp_path / "kv", remote={"url": shared.as_uri()})
+    running = RunningPrefill(llm, tmp_path / "prefill")
+    client = PrefillClient(running.path, running.identity)
+    try:
+        assert running.side.directory.name == "nvme"
+        assert client.submit(PROMPT, BLOCKS).future.result(20) == Outcome("finished", BLOCKS)
+        assert all(running.visible(PROMPT))
+    finally:
+        client.close()
+        running.stop()
+        llm.close()
+
+
 def test_what_is_there_already_is_reported_and_not_computed(prefill: RunningPrefill, client: PrefillClient) -> None:
     assert client.submit(PROMPT, BLOCKS).future.result(20) == Outcome("finished", BLOCKS)
     computed = prefill.llm.stats().computed_tokens

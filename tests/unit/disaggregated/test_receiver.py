@@ -1,15 +1,20 @@
 """What is handed over, and how much of host what comes early may take."""
 
+import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from disaggregated_world import BLOCKS, PROMPT, RunningPrefill, until
+from store_world import FarTier
 
 from kvtier import SamplingParams
+from kvtier.cpu import HostTier
 from kvtier.disaggregated import HandoverOptions
 from kvtier.disaggregated.handover import Outcome
 from kvtier.disaggregated.receiving import Receiver, Reception
 from kvtier.errors import ConfigError
+from kvtier.store import TieredStore
 
 GREEDY = SamplingParams(max_tokens=1)
 
@@ -72,3 +77,17 @@ def test_a_reception_gives_its_room_back_once(prefill: RunningPrefill, receiver:
 def test_options_are_checked(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="expected at least 1 token"):
         HandoverOptions(**options)
+
+
+def test_nobody_waits_for_a_remote_tier(prefill: RunningPrefill) -> None:
+    far = FarTier()
+    store = TieredStore(HostTier(1 << 20), [far])
+    with contextlib.closing(store):
+        receiver = Receiver(replace(prefill.side, store=store), prefill.path, HandoverOptions(least_tokens=20))
+        far.answers.clear()
+        reception = receiver.begin(PROMPT, GREEDY)
+        assert outcome(reception) == Outcome("finished", BLOCKS)
+        assert far.asked == []
+        far.answers.set()
+        reception.close()
+        receiver.close()

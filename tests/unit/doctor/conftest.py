@@ -37,6 +37,7 @@ def subject(tmp_path: Path, facts: ModelFacts) -> Callable[..., Subject]:
         *,
         host: Any = (),
         nvme: Any = (),
+        remote: Any = None,
         lossy: bool = False,
         model: ModelFacts | None = facts,
         rate: float | None = 1e4,
@@ -47,7 +48,7 @@ def subject(tmp_path: Path, facts: ModelFacts) -> Callable[..., Subject]:
             if nvme is None
             else {"path": str(tmp_path / "nvme"), "capacity": 256 * MIB, "min_free": 0} | dict(nvme),
         }
-        tiering = tiers | {"accept_lossy": lossy}
+        tiering = tiers | {"remote": remote, "accept_lossy": lossy}
         config = load_config({"tiering": tiering}, environ={}, search=False).config
         return Subject(config, model, rate)
 

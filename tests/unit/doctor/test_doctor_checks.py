@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import resource
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -362,3 +363,27 @@ def test_a_tier_that_fails_its_sample(
     finding = worst("speed", subject(rate=1.0))
     assert finding.level is PROBLEM
     assert says in finding.what
+
+
+# ---- remote
+
+
+def test_a_remote_tier_that_is_there(subject: Build, worst: Worst, tmp_path: Path) -> None:
+    finding = worst("remote", subject(remote={"url": f"file://{tmp_path}/shared"}))
+    assert (finding.level, "answers in" in finding.what) == (OK, True)
+    assert "outlive" not in worst("directory", subject(nvme=None, remote={"url": f"file://{tmp_path}"})).what
+    assert "outlive" in worst("directory", subject(nvme=None)).what
+    assert worst("remote", subject()).level is OK
+
+
+def test_a_remote_tier_that_nobody_serves(subject: Build, worst: Worst) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, not listening: refused
+        url = f"valkey://127.0.0.1:{unused.getsockname()[1]}"
+        finding = worst("remote", subject(remote={"url": url, "timeout": 0.5}))
+    assert (finding.level, url in finding.what, "miss" in finding.remedy) == (PROBLEM, True, True)
+
+
+def test_a_remote_tier_of_a_kind_that_there_is_not(subject: Build, worst: Worst) -> None:
+    finding = worst("remote", subject(remote={"url": "ftp://host/x"}))
+    assert (finding.level, "ftp" in finding.what) == (PROBLEM, True)

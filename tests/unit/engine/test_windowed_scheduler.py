@@ -128,7 +128,7 @@ def test_amid_whatever_may_happen(pipelined: bool) -> None:
 KEYS = [bytes([at]) * 32 for at in range(12)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     there=st.lists(st.booleans(), min_size=12, max_size=12),
     wanted=st.integers(0, 12),

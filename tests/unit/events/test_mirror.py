@@ -2,13 +2,15 @@
 
 import random
 import threading
+from typing import Any
 
+import pytest
 from events_world import View, folded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.events import EventLog
-from kvtier.events.frames import BlocksCleared, BlockStored
+from kvtier.events.frames import BlockEvent, BlocksCleared, BlockStored
 from kvtier.events.mirror import Mirror
 from kvtier.keys import Chain, Namespace, namespace_index, store_keys
 from kvtier.tiers import BlockRef
@@ -108,7 +110,7 @@ steps = st.tuples(st.sampled_from(VERBS), st.integers(0, 2), st.integers(0, 4), 
 
 
 @given(st.lists(steps, max_size=30), st.sampled_from([3, 1 << 16]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_changes_and_snapshots_add_up_to_what_is_held(walk: list[tuple[str, int, int, int, bool]], bound: int) -> None:
     world = World(bound)
     for verb, chain, start, stop, look in walk:
@@ -153,6 +155,31 @@ def test_more_changes_than_may_wait_become_all_there_is() -> None:
     assert world.mirror.counts() == (5, 1, 0)
     named(world.mirror, 1, 0, 1)
     assert [type(event) for event in world.mirror.take()] == [BlockStored], "and then changes again"
+
+
+def test_the_engine_is_heard_while_all_there_is_is_put_into_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(bound=4)
+    named(world.mirror, 0, 0, 5)
+    put = Mirror._append
+    others: list[int] = []
+
+    def put_meanwhile(mirror: Mirror, events: list[BlockEvent], *rest: Any) -> None:
+        if events and isinstance(events[0], BlocksCleared) and not others:
+            others.append(1)
+            engine = threading.Thread(target=named, args=(mirror, 1, 0, 3))
+            engine.start()
+            engine.join(10)
+            assert not engine.is_alive()
+        put(mirror, events, *rest)
+
+    monkeypatch.setattr(Mirror, "_append", put_meanwhile)
+    view = View()
+    view.apply(world.mirror.take())
+    assert view.hashes() == {key[:16] for key in CHAINS[0][0]}
+    others.clear()
+    assert len(folded(world.mirror.snapshot())["GPU"]) == 8
+    view.apply(world.mirror.take())
+    assert view.hashes() == {key[:16] for key in [*CHAINS[0][0], *CHAINS[1][0][:3]]}
 
 
 def test_a_log_that_forgot_makes_tiers_unknown_not_wrong() -> None:

@@ -216,7 +216,7 @@ class Program:
         assert all(holds(row.numpy(), value) for row, value in zip(self.device.pool, self.held, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_program_of_writes_saves_and_loads_is_right_in_any_order(data):
     """Every choice of the simulation is Hypothesis's, and so is the program: a save holds what its block last held."""

@@ -39,7 +39,7 @@ def test_fixed_vectors() -> None:
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=70), st.sampled_from([1, 3, 16]), st.data())
 def test_definition_and_split_invariance(tokens: list[int], block_size: int, data: st.DataObject) -> None:
     expected = chained(tokens, block_size)

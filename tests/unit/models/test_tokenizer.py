@@ -193,7 +193,7 @@ def test_template_in_tokenizer_config_and_special_tokens_map(tmp_path: Path) -> 
 SHARED = tokenizer()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.one_of(
         st.lists(st.integers(0, SHARED.vocab_size - 1), max_size=60),

@@ -95,7 +95,7 @@ def assert_all_equal(found):
             assert np.array_equal(have, want), name
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(case=runs(), seed=st.integers(0, 2**32 - 1))
 def test_all_implementations_agree_byte_for_byte(case, seed):
     codec, dtype, run = case
@@ -114,7 +114,7 @@ def test_all_implementations_agree_byte_for_byte(case, seed):
     assert_all_equal(on_every(round_trip))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(case=runs(tuple(LOSSY)), seed=st.integers(0, 2**32 - 1))
 def test_all_implementations_decode_any_codes_alike(case, seed):
     """Codes that no encoder writes (-128, fp8's NaN) behind sound scales."""
@@ -137,7 +137,7 @@ def test_all_implementations_decode_any_codes_alike(case, seed):
     assert_all_equal(on_every(decode))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=runs(tuple(LOSSY)), bits=st.sampled_from(["nan", "inf", "-inf", "big"]), data=st.data())
 def test_all_implementations_refuse_the_same_row(case, bits, data):
     codec, _, run = case
@@ -179,7 +179,7 @@ def test_every_float16_and_bfloat16_value(codec):
         assert_all_equal(on_every(round_trip))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(width=st.sampled_from([1, 2, 4]), count=st.integers(0, 300), seed=st.integers(0, 99), shift=st.integers(0, 3))
 def test_planes(width, count, seed, shift):
     raw = np.random.default_rng(seed).integers(0, 256, count * width + shift, np.uint8)[shift:]

@@ -27,7 +27,7 @@ def sample(exact: bool = True) -> tuple[bytes, bytes]:
     return record_name(ref.key, exact=exact), pack(ref, "raw", 4096, b"c" * 16)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(REFS, FORMATS, st.integers(1, 2**32 - 1), st.binary(min_size=16, max_size=16))
 def test_what_is_packed_is_unpacked(ref: BlockRef, fmt: str, nbytes: int, checksum: bytes) -> None:
     head = pack(ref, fmt, nbytes, checksum)

@@ -54,8 +54,9 @@ def test_passwords_that_are_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "tiering.remote.username without a password" in refused(username="me")
 
 
-def test_certificates_that_do_not_do(tmp_path: Path) -> None:
-    url = "valkeys://127.0.0.1:1"
+@pytest.mark.parametrize("scheme", ["valkeys", "rediss", "valkeys+cluster", "rediss+cluster"])
+def test_certificates_that_do_not_do(tmp_path: Path, scheme: str) -> None:
+    url = f"{scheme}://127.0.0.1:1"
     (tmp_path / "junk.pem").write_text("junk")
     assert "cert_file and key_file belong together" in refused(url, cert_file=tmp_path / "junk.pem")
     assert "junk.pem" in refused(url, ca_file=tmp_path / "junk.pem")

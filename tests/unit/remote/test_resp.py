@@ -85,7 +85,7 @@ REPLIES = st.recursive(SMALL, lambda inner: st.lists(inner, max_size=4), max_lea
 BODIES = st.binary(max_size=3000)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(REPLIES, min_size=1, max_size=6), st.lists(st.integers(0, 10**6), max_size=5))
 def test_small_replies_come_in_any_pieces(replies: list[object], cuts: list[int]) -> None:
     wire = Wire()
@@ -106,7 +106,7 @@ RECORDS = st.one_of(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(RECORDS, min_size=1, max_size=6), st.lists(st.integers(0, 10**6), max_size=5))
 def test_records_land_where_they_belong(records: list[object], cuts: list[int]) -> None:
     stream, expected, bodies = b"", [], []

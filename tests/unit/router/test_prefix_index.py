@@ -114,7 +114,7 @@ def test_with_a_sliding_window_only_its_blocks_have_to_be_there() -> None:
 
 
 @given(st.sets(st.integers(0, 9)), st.integers(1, 30), st.integers(0, 10))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_windows_as_the_engine_s_own_pool_looks_them_up(there: set[int], window: int, asked: int) -> None:
     tokens = list(range(10 * SIZE))
     keys = token_keys(tokens, SIZE)
@@ -182,7 +182,7 @@ walks = st.lists(
 
 
 @given(walks)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_against_sets(walk: list[tuple[str, int, tuple[int, int]]]) -> None:
     index = PrefixIndex(1000)
     media = ["GPU", "CPU", "STORAGE", "REMOTE"]

@@ -7,6 +7,7 @@ from cache_world import BLOCK, LAYOUT, OPAQUE, OWNER, blocks, chain, open_cache,
 
 from kvtier.config import load_config
 from kvtier.errors import ConfigError
+from kvtier.hints import RequestHints
 from kvtier.layout import GroupKind, LayerGroup, Layout
 from kvtier.service.cache import (
     LOCAL,
@@ -103,6 +104,30 @@ def test_batches_are_bounded_in_keys_and_bytes(cache):
     assert caught.value.code == "too_large"
 
 
+def test_keys_count_by_their_parts():
+    opened = open_cache(service={"max_batch_keys": 8})
+    try:
+        group = LayerGroup(GroupKind.GQA, (0,), planes=2, kv_heads=1, head_dim=4)
+        opened.create_namespace(LOCAL, NamespaceSpec("parted", Layout(1, (group,), shards=64)))
+        fitting, long = chain(2), chain(3)
+        calls = [
+            lambda keys: opened.match(LOCAL, "parted", keys),
+            lambda keys: opened.match_tokens(LOCAL, "parted", range(len(keys))),
+            lambda keys: opened.read(LOCAL, "parted", keys, owner="test").result(10).close(),
+            lambda keys: opened.delete(LOCAL, "parted", keys),
+            lambda keys: opened.prefetch(LOCAL, "parted", keys),
+            lambda keys: opened.hint(LOCAL, "parted", keys, RequestHints()),
+        ]
+        for call in calls:
+            call(fitting)
+            with pytest.raises(ServiceError, match="3 keys of 64 parts each: at most 128 parts") as caught:
+                call(long)
+            assert (caught.value.status, caught.value.code) == (413, "too_large")
+        opened.read(LOCAL, "parted", chain(8), parts=range(16), owner="test").result(10).close()
+    finally:
+        opened.close()
+
+
 def test_what_is_held_is_bounded_and_told_as_back_pressure(cache):
     put(cache, chain(4))
     with cache.read(LOCAL, "blocks", chain(4), owner=OWNER).result(10):
@@ -134,7 +159,7 @@ def test_namespaces_are_bounded_and_keep_what_they_are(cache):
     assert (caught.value.status, caught.value.code) == (413, "too_large")
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "a b", "é", "x" * 129, "a\n", "..\0"])
+@pytest.mark.parametrize("name", ["", ".", "..", ".x", "a/b", "a b", "é", "x" * 129, "a\n", "..\0"])
 def test_a_name_is_of_few_letters(cache, name):
     with pytest.raises(ServiceError) as caught:
         NamespaceSpec(name, None)

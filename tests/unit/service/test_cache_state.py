@@ -92,6 +92,7 @@ def test_a_cleared_namespace_is_empty_in_every_tier(tmp_path):
     "damage",
     [
         lambda text: text[:-10],
+        lambda text: "[" * 100_000,
         lambda text: "",
         lambda text: text.replace("blocks", "bl0cks"),
         lambda text: text.replace('"format": 1', '"format": 9'),

@@ -205,12 +205,12 @@ def test_a_token_of_a_tenant_that_is_gone_is_refused(shared):
 
 def test_quotas_beyond_the_tiers_are_refused_unless_overcommitted(tmp_path):
     table = tenants_file(tmp_path, alice=40, bob=40)
-    with pytest.raises(CapacityError, match=r"host quotas are 327680 bytes in all.*overcommit"):
+    with pytest.raises(CapacityError, match=r"host quotas add up to 327680 bytes.*overcommit"):
         open_cache(tmp_path, {"tenants": table})
     opened = open_cache(tmp_path, {"tenants": table, "overcommit": True})
     assert [tenant.quotas["host"] for tenant in opened.stats(ALICE).tenants] == [40 * BLOCK] * 2
     opened.close()
-    with pytest.raises(CapacityError, match="at most"):
+    with pytest.raises(CapacityError, match="the largest is"):
         open_cache(tmp_path, {"tenants": tenants_file(tmp_path, alice=65), "overcommit": True})
 
 

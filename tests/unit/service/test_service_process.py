@@ -221,6 +221,49 @@ def authority(tmp_path):
     return made
 
 
+def test_who_does_not_agree_on_tls_is_left(tmp_path, authority):
+    files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
+    config = config_of(service={"data_port": None, "idle_timeout": 0.3, **files})
+    cache, tokens = Cache.open(config.service, config.tiering), Tokens.open(None)
+    try:
+        server = CacheServer(cache, tokens, config.service, DataServer(cache, tokens, config.service))
+        taken = listen("127.0.0.1", 0)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
+        thread.start()
+        until(lambda: server.started)
+        for sent in (b"", b"\x16\x03\x01\x02\x00\x01"):
+            with socket.create_connection(taken.getsockname(), timeout=10) as line:
+                line.sendall(sent)
+                assert line.recv(100) == b""
+        server.handle_exit(signal.SIGTERM, None)
+        thread.join(20)
+        assert not thread.is_alive()
+    finally:
+        cache.close()
+
+
+def test_a_hangup_before_it_is_ready_ends_nothing(tmp_path):
+    config = tmp_path / "kvtier.toml"
+    config.write_text('[tiering.host]\ncapacity = "1MiB"\n[service]\nport = 0\ndata_port = "none"\n')
+    hangup = (
+        "import os, signal, kvtier.server as s; checked = s.require_server; "
+        "s.require_server = lambda: (checked(), os.kill(os.getpid(), signal.SIGHUP)); "
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", hangup + _COMMAND, "--config", str(config), "cache", "serve"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        assert any("listening" in line for line in process.stderr)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait(10)
+
+
 def test_tls_tokens_sighup_and_the_second_signal(tmp_path, authority):
     (key,) = chain(1)
     before = open_cache(tmp_path, {"max_block": _LARGE}, host={"capacity": 2 * _LARGE}, nvme={"capacity": "64MiB"})

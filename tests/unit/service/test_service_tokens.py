@@ -106,11 +106,19 @@ def test_a_file_that_is_not_there_lets_nobody_in(path):
     "damage",
     [
         lambda text: text[:-3],
+        lambda text: "[" * 100_000,
         lambda text: "{}",
         lambda text: text.replace('"format": 1', '"format": 2'),
         lambda text: text.replace('"read"', '"root"'),
         lambda text: text.replace('"hash"', '"hush"'),
         lambda text: text.replace('"alice"', '"../alice"'),
+        lambda text: text.replace('"namespaces": null', '"namespaces": []'),
+        lambda text: text.replace('"namespaces": null', '"namespaces": "public"'),
+        lambda text: text.replace('"namespaces": null', '"namespaces": ["a/b"]'),
+        lambda text: text.replace('"namespaces": null', '"namespaces": [1]'),
+        lambda text: text.replace('"expires": null', '"expires": "tomorrow"'),
+        lambda text: text.replace('"expires": null', '"expires": NaN'),
+        lambda text: text.replace('"created": ', '"created": null, "was": '),
     ],
 )
 def test_a_damaged_file_is_refused_and_what_was_read_stays_in_force(path, damage):

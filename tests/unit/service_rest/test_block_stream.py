@@ -43,7 +43,7 @@ heads = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(heads, st.binary(min_size=1, max_size=200)), max_size=4), st.integers(1, 400))
 def test_what_goes_in_comes_out_however_it_is_cut(records, step):
     data = STREAM_BEGIN + b"".join(record_head(head, len(body)) + body for head, body in records) + STREAM_END

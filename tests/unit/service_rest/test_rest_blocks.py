@@ -128,6 +128,7 @@ def test_digests_are_checked(rest):
         ("plain", b"x", {"KVTier-Parent": "xy" * 16}, 400, "invalid"),
         ("plain", b"x", {"KVTier-Exact": "yes"}, 400, "invalid"),
         ("plain", b"x", {"KVTier-Format": "bitsplit"}, 400, "invalid"),
+        ("plain", b"x", {"Content-Encoding": "gzip"}, 400, "invalid"),
         ("plain", b"x", {"KVTier-Digest": "md5=00"}, 400, "invalid"),
         ("plain", b"x", {"Content-Digest": "sha-256=:AAAA:"}, 400, "invalid"),
         ("plain", b"x", {"If-None-Match": '"a"'}, 400, "invalid"),

@@ -24,6 +24,7 @@ def test_namespaces(rest):
     assert rest.http.post("/v1/namespaces", json=body).json()["created"] == row["created"]
     other = rest.http.post("/v1/namespaces", json={**body, "model": "x"})
     assert (other.status_code, error_of(other)["code"]) == (409, "conflict")
+    assert "namespace made is there with another model:" in error_of(other)["message"]
     assert [one["name"] for one in rest.http.get("/v1/namespaces").json()["namespaces"]] == ["laid", "made", "plain"]
     put_stream(rest.http, "made", stream(chain(2)))
     row = rest.http.get("/v1/namespaces/made").json()

@@ -140,6 +140,17 @@ def test_followers_leave_when_the_service_drains():
         rest.http.post("/v1/admin/resume")
 
 
+def test_a_follower_whose_token_is_revoked_is_told_nothing_more(tmp_path):
+    tokens = Tokens.open(tmp_path / "tokens.json")
+    secret = tokens.create("default", Scope)
+    with running(tokens=tmp_path / "tokens.json") as rest, rest.client(secret) as http:
+        with http.stream("GET", "/v1/events") as response:
+            Tokens.open(tmp_path / "tokens.json").revoke(secret.split("_")[1])
+            rest.tokens.reload()
+            assert "".join(response.iter_text()) == "retry: 1000\n\n"
+        assert http.get("/v1/events").status_code == 401
+
+
 def test_events_of_other_tenants_and_namespaces_are_not_told(tmp_path):
     tokens = Tokens.open(tmp_path / "tokens.json")
     whole, some = tokens.create("default", Scope), tokens.create("default", [Scope.READ], ["a"])

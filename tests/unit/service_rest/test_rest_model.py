@@ -96,7 +96,7 @@ def served():
         yield rest
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(puts | batches | gets | ranges | reads | matches | deletes | clears, max_size=12))
 def test_it_behaves_as_a_dict(served, verbs):
     model = Model(served.http)

@@ -71,9 +71,7 @@ def test_the_service_is_what_its_document_says(document, mode):
         operation = found.ok()
         strategy = operation.as_strategy(generation_mode=mode)
 
-        @settings(
-            max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-        )
+        @settings(max_examples=8, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
         @given(strategy)
         def asks(case):
             nonlocal asked

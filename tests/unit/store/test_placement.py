@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from store_world import BLOCK, fetched, held, items, keys, memory_tier, nothing_is_held
+from store_world import BLOCK, FarTier, fetched, held, items, keys, memory_tier, nothing_is_held
 
 from kvtier.cpu import HostTier
 from kvtier.errors import ConfigError
@@ -130,6 +130,20 @@ def test_a_budget_that_runs_out_tightens_the_rule_until_time_has_passed() -> Non
         store.flush()
         assert all(held(below, keys("later", 4)))
         assert store.write_rule == "through"
+
+
+def test_what_goes_to_a_remote_tier_does_not_count_against_the_budget() -> None:
+    # An hour's share is 8 blocks: more than that ahead, and the rule tightens.
+    options = StoreOptions(write_budget=24 * 8 * BLOCK)
+    far = FarTier()
+    with contextlib.closing(TieredStore(HostTier(64 * BLOCK), [memory_tier(64), far], options=options)) as store:
+        for _ in range(3):
+            store.put(items("a", 8)).result()
+            store.flush()
+        assert all(held(far, keys("a", 8)))
+        assert store.write_rule == "through"
+        store.put(items("b", 1)).result()
+        assert store.write_rule == "second_touch"
 
 
 def test_what_the_queue_dropped_is_written_when_it_is_used_again() -> None:

@@ -5,9 +5,10 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import pytest
-from store_world import BLOCK, NS, fetched, held, items, key, keys, memory_tier, nothing_is_held, verify
+from store_world import BLOCK, NS, FarTier, fetched, held, items, key, keys, memory_tier, nothing_is_held, verify
 
 from kvtier.cpu import HostTier
 from kvtier.errors import ConfigError, FormatMismatch
@@ -16,6 +17,7 @@ from kvtier.keys import namespace_index
 from kvtier.metrics import Metrics
 from kvtier.policies import NextTurn
 from kvtier.store import PrefetchResult, StoreOptions, TieredStore
+from kvtier.tiers import Ticket
 
 
 @pytest.fixture
@@ -444,3 +446,145 @@ def test_a_checksum_guards_the_bytes_from_the_first_put_to_the_last_read() -> No
         assert fetched(store, keys("a", 2)) == 0
         assert store.host.stats()["corrupt"] == 1
         assert nothing_is_held(store)
+
+
+class _Ending(HostTier):
+    """A tier below, of which `meanwhile` is called between a lease and the read of what it holds."""
+
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+    def read(self, items: object, deadline: float | None = None) -> Ticket:
+        self.meanwhile()
+        return super().read(items, deadline)
+
+
+def test_an_owner_that_dies_while_its_blocks_are_brought_up_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    below = _Ending(64 * BLOCK, name="below")
+    store = TieredStore(HostTier(32 * BLOCK), [below])
+    with contextlib.closing(store):
+        store.put(items("a", 8)).result(10)
+        store.flush()
+        store.clear("host")
+        lease = store.acquire(keys("a", 8), "dying").result(10)
+        assert len(lease) == 8
+        below.meanwhile = lambda: store.release_owner("dying")
+        assert store.fetch(lease, 0, 8).result(10) == 0
+        assert store.metrics.value("errors_total", tier="below", operation="promote") == 0
+        assert "promote" not in caplog.text
+        assert nothing_is_held(store)
+        below.meanwhile = lambda: None
+        assert fetched(store, keys("a", 8)) == 8
+
+
+def test_who_joined_a_load_whose_owner_dies_loads_it_alone() -> None:
+    below = _Ending(64 * BLOCK, name="below")
+    store = TieredStore(HostTier(32 * BLOCK), [below])
+    with contextlib.closing(store):
+        store.put(items("a", 8)).result(10)
+        store.flush()
+        store.clear("host")
+        dying, living = (store.acquire(keys("a", 8), owner).result(10) for owner in ("dying", "living"))
+        second: list[Future[int]] = []
+
+        def die() -> None:
+            below.meanwhile = lambda: None
+            second.append(store.fetch(living, 0, 8))
+            until(lambda: store.metrics.value("joined_blocks_total", operation="load"))
+            store.release_owner("dying")
+
+        below.meanwhile = die
+        assert store.fetch(dying, 0, 8).result(10) == 0
+        assert second[0].result(10) == 8
+        verify(store, living, 0, 8)
+        store.release(living)
+        assert nothing_is_held(store)
+
+
+def test_who_joined_a_load_of_blocks_that_are_deleted_does_not_bring_them_back() -> None:
+    below = _Ending(64 * BLOCK, name="below")
+    store = TieredStore(HostTier(32 * BLOCK), [below])
+    with contextlib.closing(store):
+        store.put(items("a", 8)).result(10)
+        store.flush()
+        store.clear("host")
+        first, joining = (store.acquire(keys("a", 8), owner).result(10) for owner in ("first", "joining"))
+        second: list[Future[int]] = []
+
+        def delete() -> None:
+            below.meanwhile = lambda: None
+            second.append(store.fetch(joining, 0, 8))
+            until(lambda: store.metrics.value("joined_blocks_total", operation="load"))
+            store.delete(keys("a", 8))
+
+        below.meanwhile = delete
+        store.fetch(first, 0, 8).result(10)
+        assert second[0].result(10) == 0
+        store.release(first)
+        store.release(joining)
+        assert store.match(keys("a", 8)).tiers == ()
+        assert nothing_is_held(store)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_lease_does_not_bring_back_what_was_deleted(store: TieredStore, whole: bool) -> None:
+    store.put(items("a", 8)).result(10)
+    store.put(items("b", 8)).result(10)
+    store.flush()
+    store.clear("host")
+    lease = store.acquire(keys("a", 8), "reader").result(10)
+    other = store.acquire(keys("b", 8), "other").result(10)
+    if whole:
+        store.clear()
+    else:
+        assert store.delete(keys("a", 8)[2:]) == 6
+    assert store.fetch(lease, 0, 8).result(10) == (0 if whole else 2)
+    assert store.fetch(other, 0, 8).result(10) == (0 if whole else 8)
+    store.release(lease)
+    store.release(other)
+    assert len(store.match(keys("a", 8)).tiers) == (0 if whole else 2)
+
+
+def test_what_was_in_host_before_does_not_count_as_prefetched(store: TieredStore) -> None:
+    store.put(items("a", 8)).result(10)
+    store.flush()
+    assert store.prefetch(keys("a", 8), "early").result(10).blocks == 8
+    assert store.metrics.value("prefetched_blocks_total") == 0
+    store.clear("host")
+    assert fetched(store, keys("a", 3)) == 3
+    assert store.prefetch(keys("a", 8), "early").result(10).blocks == 8
+    assert store.metrics.value("prefetched_blocks_total") == 5
+
+
+def test_whereabouts_do_not_wait_for_a_remote_tier(below: HostTier) -> None:
+    far = FarTier()
+    store = TieredStore(HostTier(32 * BLOCK), [below, far])
+    with contextlib.closing(store):
+        store.put(items("a", 2)).result(10)
+        store.flush()
+        far.asked.clear()
+        far.answers.clear()
+        assert store.whereabouts(keys("a", 2)).result(0) == ["host", "host"]
+        found = store.whereabouts([*keys("a", 1), *keys("b", 1)])
+        assert not found.done()
+        late = store.whereabouts([*keys("a", 1), *keys("b", 1)], deadline=time.monotonic() + 0.05)
+        assert late.result(10) == ["host", None]
+        far.answers.set()
+        assert found.result(10) == ["host", None]
+        assert set(far.asked) == {"kvtier-lookup-far"}
+        store.clear("host")
+        store.clear("below")
+        assert store.whereabouts([*keys("b", 1), *keys("a", 2)]).result(10) == [None, "far", "far"]
+
+
+def test_a_remote_tier_is_not_asked_for_more_than_it_can_answer_for_at_a_time(below: HostTier) -> None:
+    far = FarTier()
+    store = TieredStore(HostTier(32 * BLOCK), [below, far])
+    with contextlib.closing(store):
+        store.put(items("a", 2)).result(10)
+        store.flush()
+        store.clear("host")
+        store.clear("below")
+        far.asked.clear()
+        wanted = [*keys("b", 600), *keys("a", 2)]
+        assert store.whereabouts(wanted).result(10) == [None] * 600 + ["far", "far"]
+        assert len(far.asked) == 3
