@@ -20,7 +20,7 @@ from kvtier.tiers import BlockRef, Exists, Full, Handle, Owner, Reservation
 
 __all__ = ["Changes", "RecordTable"]
 
-_EVICTIONS = 1 << 16
+_EVICTIONS = 1 << 12
 _MORE_SLOTS = 64
 _NO_KEY = b""
 

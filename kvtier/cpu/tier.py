@@ -379,7 +379,7 @@ class HostTier:
             return self._table.coldest(count)
 
     def take_evicted(self) -> list[bytes]:
-        """Keys of the records evicted since the last call, the latest 65,536 at most."""
+        """Keys of the records evicted since the last call, the latest 4,096 at most."""
         with self._state():
             evictions = list(self._table.evictions)
             self._table.evictions.clear()

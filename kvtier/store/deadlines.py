@@ -19,6 +19,9 @@ _LONGEST = 1e9
 
 
 class _Expiring(Protocol):
+    @property
+    def over(self) -> bool: ...
+
     def expire(self) -> None: ...
 
 
@@ -72,7 +75,11 @@ class Deadlines:
             if late is not None:
                 late.expire()
 
-        self._alarm.at(deadline, expire, later)
+        def wanted() -> _Expiring | None:
+            work = later()
+            return None if work is None or work.over else work
+
+        self._alarm.at(deadline, expire, wanted)
 
     def after(self, seconds: float, call: Callable[[], object], wanted: Callable[[], object] = lambda: True) -> None:
         """Call after so many seconds; not at all once closed, and perhaps not once `wanted` says None."""

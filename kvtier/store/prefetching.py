@@ -46,6 +46,11 @@ class Prefetch:
         self._metrics.prefetches.labels(self._reason).inc()
         return PrefetchResult(self._arrived(), self._reason)
 
+    @property
+    def over(self) -> bool:
+        """Whether the result is there, or about to be."""
+        return self._operation.over
+
     def expire(self) -> None:
         """Its deadline has passed; for the store."""
         self._reason = "timeout"

@@ -18,6 +18,7 @@ from starlette.types import Scope
 
 from kvtier import __version__
 from kvtier.config import ServiceSettings
+from kvtier.errors import KVTierError, LeaseError, TierUnavailable
 from kvtier.http.access import AccessLog
 from kvtier.service.cache import Cache, ServiceError, Tokens
 from kvtier.service.cache import Scope as TokenScope
@@ -39,6 +40,7 @@ from kvtier.wire.blockstream import HEAD_LIMIT
 __all__ = ["make_app"]
 
 _JSON_LIMIT = 8 << 20
+_RETRY_SECONDS = 5.0
 _METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
 _ONE = re.compile(r"/v1/namespaces/[^/]*/blocks/[^/]*")
 _MANY = re.compile(r"/v1/namespaces/[^/]*/blocks:put")
@@ -186,6 +188,14 @@ def _add_errors(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     @app.exception_handler(ServiceError)
     async def refused(_: Request, error: ServiceError) -> JSONResponse:
         return refusal(from_service(error))
+
+    @app.exception_handler(LeaseError)
+    @app.exception_handler(TierUnavailable)
+    async def ended(_: Request, __: KVTierError) -> JSONResponse:
+        # What was under way when the tiers were closed.
+        return refusal(
+            from_service(ServiceError("draining", "the service stops: ask again", retry_after=_RETRY_SECONDS))
+        )
 
     @app.exception_handler(RestError)
     async def told(_: Request, error: RestError) -> JSONResponse:

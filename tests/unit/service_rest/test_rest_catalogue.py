@@ -2,12 +2,14 @@
 
 import logging
 import time
+from concurrent.futures import Future
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rest_world import KEYS, LAYOUT, LAYOUT_BYTES, chain, error_of, put_stream, running, stream, until
 
-from kvtier.service.cache import Scope, Tokens
+from kvtier.errors import LeaseError, TierUnavailable
+from kvtier.service.cache import Reading, Scope, Tokens
 from kvtier.service.cache.namespaces import layout_from_data
 
 
@@ -128,6 +130,16 @@ def test_a_failure_is_told_without_what_failed(rest, monkeypatch):
     failed = rest.http.post("/v1/namespaces/plain/blocks:match", json={"keys": KEYS[:1]})
     assert (failed.status_code, error_of(failed)["code"]) == (500, "internal")
     assert "secret" not in failed.text
+
+
+@pytest.mark.parametrize("error", [LeaseError("its owner is gone"), TierUnavailable("closed")])
+def test_what_is_under_way_when_the_tiers_close_is_told_to_come_back(rest, monkeypatch, error):
+    failed: Future[Reading] = Future()
+    failed.set_exception(error)
+    monkeypatch.setattr(rest.cache, "read", lambda *_, **__: failed)
+    refused = rest.http.get(f"/v1/namespaces/plain/blocks/{KEYS[0]}")
+    assert (refused.status_code, error_of(refused)["code"]) == (503, "draining")
+    assert refused.headers["retry-after"] == "5"
 
 
 def test_figures(rest):

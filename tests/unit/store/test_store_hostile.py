@@ -112,6 +112,15 @@ def test_the_alarm_forgets_what_was_done_long_before_its_deadline() -> None:
     alarm.close()
 
 
+def test_prefetches_that_are_over_do_not_pile_up_before_their_deadline(store: TieredStore) -> None:
+    store.put(items("a", 1)).result(10)
+    kept = []
+    for _ in range(500):
+        kept.append(store.prefetch(keys("a", 1), "test", deadline=time.monotonic() + 1e6))
+        assert kept[-1].result(10).blocks == 1
+    assert len(store._deadlines._alarm._calls) < 200
+
+
 def test_pins_that_were_ended_early_do_not_pile_up_either(store: TieredStore) -> None:
     store.put(items("a", 1)).result(10)
     assert store.pin(keys("a", 1), "stays", ttl=1e6) == 1
