@@ -9,6 +9,7 @@ server and Valkey. A call moves 32 MiB; puts are of fresh keys into a full host 
     service.data.tcp.*    the data port                                      beside Valkey with valkey-py, and raw TCP
     service.data.unix.*   its Unix socket                                    beside a raw Unix socket
     service.shm.*         shared memory                                      beside memcpy
+    service.shm.get.in_place  verified and leased, nothing copied            beside memcpy
     service.match         512 blocks each, eight clients: calls per second   beside EXISTS of 512 keys in Valkey
     service.match.p99     the 99th percentile of one of these, milliseconds
 
@@ -41,10 +42,11 @@ SECTIONS = ("bytes", "match")
 VALKEY = "valkey + valkey-py"
 # Row, target, and whom it stands beside, in the order of the table above.
 ROWS = (
-    ("service.rest", "rest", ("raw tcp",)),
-    ("service.data.tcp", "tcp", (VALKEY, "raw tcp")),
-    ("service.data.unix", "unix", ("raw unix",)),
-    ("service.shm", "shm", ("memcpy",)),
+    ("service.rest.{}", "rest", ("raw tcp",)),
+    ("service.data.tcp.{}", "tcp", (VALKEY, "raw tcp")),
+    ("service.data.unix.{}", "unix", ("raw unix",)),
+    ("service.shm.{}", "shm", ("memcpy",)),
+    ("service.shm.{}.in_place", "in place", ("memcpy",)),
 )
 MATCH_CLIENTS = 8
 QUIET_SECONDS = 0.5
@@ -137,6 +139,7 @@ class Bench:
             "tcp": Way("data", ours.addresses["tcp"], ours),
             "unix": Way("data", ours.addresses["unix"], ours),
             "shm": Way("data", ours.addresses["shm"], ours),
+            "in place": Way("place", ours.addresses["shm"], ours),
             "raw tcp": Way("raw", raw.addresses["tcp"], raw),
             "raw unix": Way("raw", raw.addresses["unix"], raw),
             "memcpy": Way("memory", "", None),
@@ -172,10 +175,12 @@ def measure(report: Report, bench: Bench, kib: int, clients: int, calls: int, ro
 def add(report: Report, found: Rounds, verb: str, params: Mapping[str, object], nbytes: int) -> None:
     fastest = found.fastest("single", "batch")
     for name, ours, peers in ROWS:
+        if (verb, ours) == ("put", "in place"):
+            continue  # the same as `shm`
         for peer in peers:
             theirs = fastest if peer == VALKEY else peer
             told = {**params, "valkey": fastest} if peer == VALKEY else params
-            report.add_bandwidth(f"{name}.{verb}", told, found, ours, theirs, nbytes)
+            report.add_bandwidth(name.format(verb), told, found, ours, theirs, nbytes)
 
 
 def run_bytes(report: Report, bench: Bench, quick: bool) -> None:  # noqa: FBT001  every section's signature

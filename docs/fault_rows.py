@@ -15,9 +15,10 @@ PARTS = "tests/faults/test_fault_parts.py::"
 PRESENCE = "tests/faults/test_fault_presence.py::"
 SCHEDULER = "tests/unit/engine/test_scheduler.py::"
 
-NO_EVENTS = "no event stream yet"
-NO_SERVER = "no REST server yet"
-NO_REMOTE = "no remote tier yet"
+EVENTS = "tests/unit/events/test_event_stream.py::"
+FOLD = "tests/property/test_event_fold.py::"
+MIRROR = "tests/unit/events/test_mirror.py::"
+TENANTS = "tests/unit/service/test_cache_tenants.py::"
 
 
 class Row(NamedTuple):
@@ -148,7 +149,14 @@ ROWS = (
             ENGINE + "test_eight_clients_on_small_pools_with_every_fault_at_random",
         ),
     ),
-    Row("lost, incomplete or resurrecting events", missing=NO_EVENTS),
+    Row(
+        "lost, incomplete or resurrecting events",
+        (
+            EVENTS + "test_a_slow_subscriber_loses_messages_sees_it_and_ends_up_right",
+            EVENTS + "test_another_publisher_at_the_same_place_is_noticed",
+            FOLD + "test_what_nvme_tells_adds_up",
+        ),
+    ),
     Row("back-pressure is invisible", (FAULTS + "test_writers_on_a_slow_disk_fill_a_bounded_queue",)),
     # ---- loads and the engine
     Row(
@@ -237,7 +245,14 @@ ROWS = (
             LOADS + "test_any_split_of_a_prefill_stores_the_same_blocks",
         ),
     ),
-    Row("events name blocks that cannot be loaded, or whose parents are unknown", missing=NO_EVENTS),
+    Row(
+        "events name blocks that cannot be loaded, or whose parents are unknown",
+        (
+            MIRROR + "test_changes_and_snapshots_add_up_to_what_is_held",
+            MIRROR + "test_a_snapshot_has_parents_first_whatever_the_order_of_arrival",
+            FOLD + "test_a_damaged_block_is_told_as_damaged",
+        ),
+    ),
     Row(
         "statistics looked up by another name than they are kept by",
         (NAMES + "test_counters_are_kept_by_the_name_that_a_tier_was_given",),
@@ -323,7 +338,7 @@ ROWS = (
         probe="restart",
     ),
     Row("the limit is per worker", (DISK + "test_processes_on_one_directory_share_one_budget_and_their_blocks",)),
-    Row("bundled server never evicts", missing=NO_SERVER),
+    Row("bundled server never evicts", (TENANTS + "test_a_tenant_that_fills_its_quota_evicts_its_own_blocks_only",)),
     Row(
         "pins or references leak on error paths",
         (
@@ -338,7 +353,10 @@ ROWS = (
             "tests/unit/cpu/test_slab.py::test_random_sizes_leave_no_overlap_and_no_fragmentation",
         ),
     ),
-    Row("restart of the remote server hangs requests", missing=NO_REMOTE),
+    Row(
+        "restart of the remote server hangs requests",
+        ("tests/faults/test_valkey_faults.py::TestValkeyFaults",),
+    ),
     Row("negative need to load loops for ever", (CONNECTOR + "test_a_match_that_the_device_covers_is_given_up",)),
     Row(
         "objects without an allocator: some order of verbs leaks", (FAULTS + "test_verbs_in_every_order_leak_nothing",)

@@ -174,8 +174,8 @@ class Alarm:
         with self._changed:
             if self._closed:
                 return
-            heapq.heappush(self._calls, (when, next(self._numbers), call, wanted))
             self._compact()
+            heapq.heappush(self._calls, (when, next(self._numbers), call, wanted))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvtier-alarm", daemon=True)
                 self._thread.start()

@@ -143,7 +143,7 @@ class Load:
         self._stop.set()
         for thread in self._threads:
             thread.join()
-        assert self._errors == []
+        assert self._errors == [], self._errors
 
     def _work(self, number: int) -> None:
         dice = random.Random(number)

@@ -182,15 +182,20 @@ def test_a_slow_subscriber_loses_messages_sees_it_and_ends_up_right(line: Line, 
     while subscriber._live is None:
         line.source.store(-len(line.source.held))
         line.reaches(view)
-    before = len(line.source.held)
-    view.gate.clear()
-    for one in range(1, 4001):
-        line.source.store(one)
-        if one % 3 == 0:
-            line.source.remove(one - 1)
-    until(lambda: registry.get_sample_value("kvtier_events_messages_total") == before + 5333)
-    view.gate.set()
-    line.reaches(view)
+    sent = len(line.source.held)
+    for turn in range(10):
+        view.gate.clear()
+        for one in range(1 + 4000 * turn, 4001 + 4000 * turn):
+            line.source.store(one)
+            if one % 2 == 0:
+                line.source.remove(one - 1)
+        sent += 6000
+        until(lambda sent=sent: registry.get_sample_value("kvtier_events_messages_total") == sent)
+        view.gate.set()
+        line.reaches(view)
+        # A busy machine may publish so slowly that the kernel's buffers keep up with it.
+        if subscriber.counts.gaps:
+            break
     assert subscriber.counts.gaps >= 1, "nothing was lost: the test shows nothing"
     snapshots = registry.get_sample_value("kvtier_events_snapshots_total")
     assert (view.resets > 0) == (snapshots > 0) == (kept == 20_000)

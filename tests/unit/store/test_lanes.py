@@ -155,3 +155,13 @@ def test_the_alarm_calls_in_order_of_time() -> None:
     alarm.close()
     alarm.at(0, done.clear)
     assert done.is_set()
+
+
+def test_an_alarm_that_nobody_wants_any_more_may_be_set() -> None:
+    # Work may be over before somebody watches it; the last of many such finds nothing else in the list.
+    alarm, done = Alarm(), threading.Event()
+    for _ in range(1000):
+        alarm.at(time.monotonic() + 60, done.clear, lambda: None)
+    alarm.at(time.monotonic() + 0.01, done.set)
+    assert done.wait(10)
+    alarm.close()
