@@ -13,7 +13,7 @@ of an engine without any tier.
                                    Valkey and SeaweedFS as an S3 object store. Needs root; else the row says why not
 
 Bound: 0.25 of cold, that is a ratio of 4. Prediction, written before the first run: 6 to 10 on two cores, where 1,024
-tokens take 2 to 4 s to compute and their 47 MB of bf16 a tenth of that to arrive.
+tokens take 2 to 4 s to compute and their 24 MB of bf16 a tenth of that to arrive.
 """
 
 import argparse

@@ -248,6 +248,7 @@ def test_curves_are_the_history(browser, service):
         plot.hover(position={"x": 100, "y": 50})
         assert hits.locator("dd").first.inner_text() == "100 %"
         hits.locator("summary").click()
+        hits.locator("tbody td").first.wait_for()
         cells = hits.locator("tbody td:nth-child(2)").all_text_contents()
         assert cells == ["50 %"] * 4 + ["100 %"] * 8
 

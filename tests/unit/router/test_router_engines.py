@@ -133,10 +133,15 @@ def test_too_much_to_do_spills_over(world: World) -> None:
 def test_a_client_that_leaves_is_no_load_any_more(world: World) -> None:
     router = world.router
     body = {"prompt": prompt("l", 40), "max_tokens": 150, "stream": True, "ignore_eos": True}
-    with router.http.stream("POST", "/v1/completions", json=body) as answer:
-        next(answer.iter_raw())
-        assert sum(one.active for one in router.fleet.engines) == 1
-    router.at_rest()
+    active = 0
+    for _ in range(20):  # the answer may be complete before anybody looks
+        with router.http.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_raw())
+            active = sum(one.active for one in router.fleet.engines)
+        router.at_rest()
+        if active:
+            break
+    assert active == 1
     assert router.router.underway == 0
 
 
