@@ -7,10 +7,9 @@
 of them differ first where the reference's top two logits are closer than 1e-3. 32 tokens each.
 `--quick`: 6 short and 2 long prompts, 24 tokens. `--expected FILE` keeps what transformers said for the next run.
 
-Modes: alone, batched, preempted (a pool for a
-fifth of them, half of a better class; recompute), swapped (the same, through host),
-tiered (from the device, from host, from NVMe after a restart, raw and bitsplit), speculative, forked (n = 3), aborts,
-disaggregated (prompts computed in another process).
+Modes: alone, batched, preempted (a pool for a fifth of them, half of a better class; recompute), swapped (the same,
+through host), tiered (from the device, from host, from NVMe after a restart, raw and bitsplit), speculative, forked
+(n = 3), aborts, disaggregated (prompts computed in another process).
 """
 
 import asyncio
