@@ -99,6 +99,7 @@ def first_tokens(peers: Sequence[Peer], rounds: int) -> tuple[Rounds, dict[str, 
     random = np.random.default_rng(0)
     costs: dict[str, list[Cost]] = {f"{peer.side}.{stage}": [] for peer in peers for stage in STAGES}
     wrong = dict.fromkeys(costs, 0)
+    kv = {peer.side: CACHED // BLOCK * block_bytes(peer) for peer in peers}
     for number, order in turns(peers, rounds):
         tokens = prompt(random, PREFIX)
         cold: dict[str, Answer] = {}
@@ -109,19 +110,20 @@ def first_tokens(peers: Sequence[Peer], rounds: int) -> tuple[Rounds, dict[str, 
                 peer.call(*PREPARED[stage])
                 answer = peer.generate([tokens])
                 first = cold.setdefault(peer.side, answer)
-                check_stage(peer, stage, answer)
+                check_stage(peer, stage, answer, kv[peer.side])
                 wrong[f"{peer.side}.{stage}"] += answer.tokens != first.tokens
                 if number:
                     costs[f"{peer.side}.{stage}"].append(answer.cost)
     return Rounds(costs), wrong
 
 
-def check_stage(peer: Peer, stage: str, answer: Answer) -> None:
-    """The cold run computes all, device hits load nothing, and what lies below loads the whole prefix."""
+def check_stage(peer: Peer, stage: str, answer: Answer, kv: int) -> None:
+    """The cold run computes all, device hits load nothing, and what lies below loads the whole prefix: `kv` bytes."""
     expected = 0 if stage == "cold" else CACHED
     what = f"{LABELS[peer.side]}, {stage}: {answer.cached} of {PREFIX} tokens from a cache, {answer.loaded_bytes} bytes"
     require(list(answer.cached) == [expected], f"{what}: expected {expected} tokens")
-    require(bool(answer.loaded_bytes) == (stage not in ("cold", "device")), what)
+    loaded = 0 if stage in ("cold", "device") else kv
+    require(answer.loaded_bytes == loaded, f"{what}: expected {loaded} bytes")
 
 
 def report_ttft(
@@ -175,7 +177,7 @@ def report_stage(
 def report_disk(report: Report, peers: Sequence[Peer], prompts: int) -> None:
     """Bytes that the files occupy, for a byte of the prompts' full blocks."""
     found = {peer.side: occupied(peer) for peer in peers if peer.side != "none"}
-    kv = prompts * (PREFIX // BLOCK) * block_bytes(peers)
+    kv = prompts * (PREFIX // BLOCK) * block_bytes(peers[0])
     ours = found.pop("kvtier", None)
     for side, (nbytes, files) in found.items() if ours else ():
         params = {"kv_bytes": kv, "files": ours[1], "peer_files": files}
@@ -191,9 +193,9 @@ def occupied(peer: Peer) -> tuple[int, int]:
     return sum(512 * each.st_blocks for each in stats), len(stats)
 
 
-def block_bytes(peers: Sequence[Peer]) -> int:
+def block_bytes(peer: Peer) -> int:
     """Of one block of this model's KV."""
-    return int(peers[0].call("block_bytes"))
+    return int(peer.call("block_bytes"))
 
 
 def measure_hooks(report: Report, peers: Sequence[Peer], repeats: int) -> None:

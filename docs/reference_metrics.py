@@ -46,6 +46,7 @@ SECTIONS = (
         "Of the decode side.",
         ["kvtier/disaggregated/receiving.py", "kvtier/disaggregated/llm.py"],
     ),
+    ("Plug-in for SGLang", "Of each rank, beside those of its tiers.", ["adapters/kvtier_sglang/pages.py"]),
 )
 _KINDS = {"Counter": "counter", "_counter": "counter", "Gauge": "gauge", "Histogram": "histogram"}
 

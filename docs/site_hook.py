@@ -2,7 +2,8 @@
 """What the site has beside docs/: pages that live elsewhere in the repository, under the links that lead to them there.
 
 On disk, links are relative to the files that hold them, so that they can be followed in any viewer of the repository.
-Here they are turned into links of the site; one that leads nowhere is left, and MkDocs complains.
+Here they are turned into links of the site; a link that is named after a file gets the title of its page, and one that
+leads nowhere is left, so that MkDocs complains.
 """
 
 import os
@@ -35,6 +36,7 @@ _SAME = {origin: page for page, origin in ELSEWHERE.items()} | {
     "examples": "examples.md",
 }
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+_NAMED = re.compile(r"\[[\w./-]+\.md\]\((?P<page>[^)\s#]+)(?P<fragment>#[^)\s]*)?\)")
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2`*~* *$", re.MULTILINE | re.DOTALL)
 
 
@@ -83,7 +85,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     for target in {match[2] for match in _LINK.finditer(text)}:
         _add_source(_place(target, origin), config, files)
     text = _LINK.sub(lambda match: f"{match[1]}{_linked(match[2], origin, name)}{match[3]}", text)
+    text = _NAMED.sub(lambda match: _titled(match, name, files), text)
     return re.sub(r"\0(\d+)\0", lambda match: kept[int(match[1])], text)
+
+
+def _titled(link: re.Match[str], name: str, files: Files) -> str:
+    target = files.get_file_from_path(os.path.normpath(PurePosixPath(name).parent / link["page"]))
+    if target is None or target.page is None:
+        return link[0]
+    return f"[{target.page.title}]({link['page']}{link['fragment'] or ''})"
 
 
 def _place(target: str, origin: str) -> str:

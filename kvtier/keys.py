@@ -11,6 +11,7 @@ import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ __all__ = [
     "Chain",
     "Namespace",
     "encode_extra",
+    "forget_namespace",
     "namespace_digest",
     "namespace_index",
     "salted",
@@ -151,26 +153,46 @@ def store_keys(chain: Sequence[bytes], mask: bytes) -> list[bytes]:
     return keys
 
 
-_digests: list[bytes] = []
+_digests: dict[int, bytes] = {}
 _indices: dict[bytes, int] = {}
+_next_index = count()
 _registry_lock = threading.Lock()
 
 
 def namespace_index(digest: bytes) -> int:
-    """This process's index of a namespace digest, registered on first sight (never forgotten)."""
+    """This process's index of a namespace digest, registered on first sight until `forget_namespace`."""
+    known = _indices.get(digest)
+    if known is not None:
+        return known
     with _registry_lock:
-        index = _indices.setdefault(digest, len(_digests))
-        if index == len(_digests):
-            _digests.append(digest)
+        index = _indices.get(digest)
+        if index is None:
+            index = next(_next_index)
+            # In this order: who finds an index finds its digest.
+            _digests[index] = digest
+            _indices[digest] = index
     return index
+
+
+def forget_namespace(index: int) -> None:
+    """Forget a namespace that nothing in this process speaks of any more. Idempotent.
+
+    No other one gets its index; seen again, its digest gets another one. What still had the old one finds no digest
+    for it: an error, never another namespace.
+    """
+    with _registry_lock:
+        digest = _digests.get(index)
+        if digest is not None:
+            del _indices[digest], _digests[index]
 
 
 def namespace_digest(index: int) -> bytes:
     """The digest behind an index that `namespace_index` gave out.
 
     Raises:
-        IndexError: it gave out no such index.
+        IndexError: it gave out no such index, or it is forgotten.
     """
-    if index < 0:
-        raise IndexError(index)
-    return _digests[index]
+    try:
+        return _digests[index]
+    except KeyError:
+        raise IndexError(index) from None

@@ -30,6 +30,7 @@ from kvtier.layout import Span
 
 __all__ = [
     "OWN_WORK",
+    "USED_ELSEWHERE",
     "AddressableTier",
     "BlockRef",
     "Completions",
@@ -48,6 +49,7 @@ __all__ = [
     "checksum_head",
     "checksum_heads",
     "completes_run",
+    "counted",
     "expired",
 ]
 
@@ -56,6 +58,9 @@ Owner: TypeAlias = str
 
 OWN_WORK = "store."
 """Owners that begin with this are the store itself: their leases are no use of a block, and renew no recency."""
+
+USED_ELSEWHERE: Owner = "used.elsewhere"
+"""Leases of this owner renew recency, and are neither hits nor misses."""
 
 _FEW_TICKETS = 64
 
@@ -407,6 +412,11 @@ def _namespace_and_format(ns: int, fmt: str) -> bytes:
 def completes_run(ref: BlockRef, run: int) -> bool:
     """Whether a run (see `TierCaps.run`) is complete with this block."""
     return run == 1 or ref.depth % run == run - 1
+
+
+def counted(owner: Owner) -> bool:
+    """Whether what an owner leases, or does not find, counts as hits and misses."""
+    return owner != USED_ELSEWHERE and not owner.startswith(OWN_WORK)
 
 
 def expired(deadline: float | None) -> bool:

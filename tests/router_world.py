@@ -1,9 +1,12 @@
 """A router in a thread, on a real socket."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import uvicorn
 from events_world import until
 
 from kvtier.config import RouterSettings
@@ -11,6 +14,19 @@ from kvtier.http.listening import listen
 from kvtier.router.app import Router
 from kvtier.router.fleet import Address
 from kvtier.router.run import RouterServer
+
+
+@contextmanager
+def serving(server: uvicorn.Server) -> Iterator[tuple[str, int]]:
+    """Where a server listens that runs in a thread; whoever uses it ends it."""
+    taken = listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
+    thread.start()
+    until(lambda: server.started or not thread.is_alive())
+    assert thread.is_alive(), "the server did not start"
+    yield taken.getsockname()[:2]
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 class RunningRouter:
@@ -21,7 +37,8 @@ class RunningRouter:
         self.router = Router(places, RouterSettings(**settings))
         self.server = RouterServer(self.router, api_keys)
         taken = listen("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        scheme = "http" if self.router.settings.tls_cert is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{taken.getsockname()[1]}"
         self.http = httpx.Client(base_url=self.url, timeout=30, verify=False, trust_env=False)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [taken]}, daemon=True)
         self._thread.start()

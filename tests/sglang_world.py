@@ -48,7 +48,7 @@ class FakePool:
         heads: int = HEADS,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.layout, self.page_size, self.dtype = layout, PAGE, dtype
+        self.layout, self.size, self.page_size, self.dtype = layout, pages * PAGE, PAGE, dtype
         self.layer_num, self.start_layer = LAYERS, 0
         if mla:
             self.kv_cache_dim = LATENT

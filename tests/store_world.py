@@ -107,3 +107,11 @@ def nothing_is_held(store: TieredStore) -> bool:
     return not any(one["leases"] or one["reservations"] for one in tiers) and not (
         stats["store"]["leases"] or stats["store"]["pins"] or stats["store"]["waiting_bytes"]
     )
+
+
+def holds_nothing_soon(store: TieredStore) -> bool:
+    """What was read ahead of a run that ended early arrives, and is let go of."""
+    until = time.monotonic() + 10
+    while not nothing_is_held(store) and time.monotonic() < until:
+        time.sleep(0.01)
+    return nothing_is_held(store)

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtier_sglang.storage import KVTierStorage as KVTierStorage
+    from kvtier_sglang.storage import KVTierStorage
 
 __all__ = ["KVTierStorage"]
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 
 from kvtier.connector.ranges import Part
@@ -48,6 +49,7 @@ class HostPool(Protocol):
     """SGLang's host cache of one rank, as far as it matters here."""
 
     layout: str
+    size: int
     page_size: int
     dtype: torch.dtype
     layer_num: int
@@ -111,12 +113,9 @@ class Geometry:
             indices: int64 [pages * page_size], each page's in order.
 
         Raises:
-            FormatMismatch: these are no whole pages.
+            FormatMismatch: these are no pages of the pool. Their addresses would be somebody else's.
         """
-        if indices.numel() % self.pool.page_size:
-            raise FormatMismatch(
-                f"{indices.numel()} token slots: expected whole pages of {self.pool.page_size}, each page's in order"
-            )
+        self._check_pages(indices)
         if len(self.shards) > 1:
             split = cast("HeadPool", self.pool).get_split_heads_page_buffer_meta
             ranges = list(zip(*split(indices, len(self.shards)), strict=True))
@@ -125,6 +124,16 @@ class Geometry:
         parts = indices.numel() // self.pool.page_size * len(self.shards)
         each = len(ranges) // max(parts, 1)
         return [self._plane_by_plane(ranges[at * each : (at + 1) * each]) for at in range(parts)]
+
+    def _check_pages(self, indices: torch.Tensor) -> None:
+        slots, page, size = indices.cpu().numpy(), self.pool.page_size, self.pool.size
+        whole = slots.ndim == 1 and slots.dtype.kind == "i" and slots.size % page == 0
+        if not whole or (slots != (slots[::page, None] // page * page + np.arange(page)).ravel()).any():
+            raise FormatMismatch(
+                f"token slots {slots.shape} of {slots.dtype}: expected whole pages of {page}, each page's in order"
+            )
+        if slots.size and not 0 <= slots.min() <= slots.max() < size:
+            raise FormatMismatch(f"token slots {slots.min()}..{slots.max()}: the host pool has {size}")
 
     def _plane_by_plane(self, ranges: list[tuple[int, int]]) -> Part:
         return [one for plane in range(self.planes) for one in ranges[plane :: self.planes]]
@@ -171,7 +180,7 @@ def geometry_of(pool: HostPool, rank: Rank, salt: str = "") -> Geometry:
         tp_rank = 0 if rank.is_mla_model else rank.tp_rank
         first = (rank.attn_cp_rank * replicas + tp_rank) * split
         geometry = Geometry(pool, layout, namespace, range(first, first + split), 1 if rank.is_mla_model else 2)
-        page = geometry.in_pool(torch.arange(pool.page_size))
+        page = geometry.in_pool(torch.arange(pool.page_size, device="cpu"))
     except (AttributeError, AssertionError, NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(
             f"host pool {type(pool).__name__} in layout {pool.layout!r} cannot be stored: {error}; expected K and V "

@@ -13,7 +13,7 @@ import torch
 from prometheus_client import Counter
 
 from kvtier.connector.ranges import Part, RangeTransfers
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, FormatMismatch
 from kvtier.keys import namespace_index
 from kvtier.store import TieredStore, open_store
 from kvtier_sglang.geometry import Geometry
@@ -94,15 +94,20 @@ class PageStore:
         Args:
             hashes: of a run of pages, in order.
             indices: int64 [pages * page_size], their token slots.
+
+        Raises:
+            FormatMismatch: these are no pages of the pool, or not as many as hashes.
         """
-        targets = self.geometry.in_pool(indices)
-        return self._load(hashes, targets)
+        return self._load(hashes, self._in_pool(hashes, indices))
 
     def load_flat(self, hashes: Sequence[str], targets: Sequence[torch.Tensor]) -> list[bool]:
         """Fill tensors of one page each, of any type and shape, as `load` does."""
+        _check_count(hashes, len(targets))
         fitting = self._fitting(targets, "load")
         # Addresses of what is contiguous in host memory; the rest takes a detour.
-        landing = [one if _addressable(one) else torch.empty(one.shape, dtype=one.dtype) for one in fitting]
+        landing = [
+            one if _addressable(one) else torch.empty(one.shape, dtype=one.dtype, device="cpu") for one in fitting
+        ]
         arrived = self._load(hashes[: len(fitting)], self._flat(landing))
         for one, target, good in zip(landing, fitting, arrived, strict=True):
             if good and one is not target:
@@ -110,11 +115,12 @@ class PageStore:
         return arrived + [False] * (len(hashes) - len(arrived))
 
     def save(self, hashes: Sequence[str], indices: torch.Tensor) -> list[bool]:
-        """Store pages of the host pool; which of them are stored or were. Arguments as in `load`."""
-        return self._save(hashes, lambda: self.geometry.in_pool(indices))
+        """Store pages of the host pool; which of them are stored or were. Arguments and errors as in `load`."""
+        return self._save(hashes, lambda: self._in_pool(hashes, indices))
 
     def save_flat(self, hashes: Sequence[str], values: Sequence[torch.Tensor]) -> list[bool]:
         """Store tensors of one page each, as `save` does."""
+        _check_count(hashes, len(values))
         fitting = [one.detach().cpu().contiguous() for one in self._fitting(values, "save")]
         saved = self._save(hashes[: len(fitting)], lambda: self._flat(fitting))
         return saved + [False] * (len(hashes) - len(saved))
@@ -152,11 +158,8 @@ class PageStore:
         """The leading hashes, as bytes; what is no SHA-256 in hex ends them, and is counted."""
         named: list[bytes] = []
         for text in hashes:
-            try:
-                digest = bytes.fromhex(text)
-            except ValueError:
-                digest = b""
-            if len(digest) != _HASH_BYTES or len(text) != 2 * _HASH_BYTES:
+            digest = _digest(text)
+            if digest is None:
                 self._counts.labels(operation, "bad_hash").inc()
                 break
             named.append(digest)
@@ -170,6 +173,11 @@ class PageStore:
             self._counts.labels(operation, "wrong_size").inc()
         return tensors[:fitting]
 
+    def _in_pool(self, hashes: Sequence[str], indices: torch.Tensor) -> list[Part]:
+        parts = self.geometry.in_pool(indices)
+        _check_count(hashes, len(parts) // self._parts)
+        return parts
+
     def _flat(self, tensors: Sequence[torch.Tensor]) -> list[Part]:
         return [part for one in tensors for part in self.geometry.in_flat(one.data_ptr())]
 
@@ -182,6 +190,21 @@ class PageStore:
             self._counts.labels(operation, well).inc(good)
         if asked > good:
             self._counts.labels(operation, ill).inc(asked - good)
+
+
+def _digest(text: str) -> bytes | None:
+    """A SHA-256 from its hex digits, and from nothing else."""
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        return None
+    # White space between digits is no error there.
+    return digest if len(digest) == _HASH_BYTES and len(text) == 2 * _HASH_BYTES else None
+
+
+def _check_count(hashes: Sequence[str], given: int) -> None:
+    if given != len(hashes):
+        raise FormatMismatch(f"{len(hashes)} hashes for {given} pages: expected one of each")
 
 
 def _addressable(tensor: torch.Tensor) -> bool:

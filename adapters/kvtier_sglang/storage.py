@@ -47,9 +47,9 @@ class KVTierStorage(HiCacheStorage):
         Raises:
             KVTierError: the pool cannot be stored, or a tier cannot be opened: SGLang does not start then.
         """
-        super().register_mem_pool_host(mem_pool_host)
         geometry = geometry_of(mem_pool_host, self._config, self._settings.salt)
         self.close()
+        super().register_mem_pool_host(mem_pool_host)
         self._pages = PageStore.open(self._settings, geometry, writer=self._config.is_storage_writer)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -125,7 +125,7 @@ class KVTierStorage(HiCacheStorage):
     def _new(self) -> torch.Tensor:
         geometry = self.pages.geometry
         dtype = geometry.pool.dtype
-        return torch.empty(geometry.page_bytes // dtype.itemsize, dtype=dtype)
+        return torch.empty(geometry.page_bytes // dtype.itemsize, dtype=dtype, device="cpu")
 
     # ---- looking up, and the whole
 

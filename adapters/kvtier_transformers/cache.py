@@ -114,17 +114,14 @@ class KVTierCache(Cache):
         4. What was computed on top of a lossy block is stored as not exact.
 
     Attributes:
-        restored: tokens of each prompt that were found in the tiers and need not be computed.
+        restored: tokens of each prompt that were found in the tiers and need not be computed; less after `crop`.
     """
 
     def __init__(self, home: _Home, prompt: Prompt) -> None:
         super().__init__(layers=[PrefixLayer() for _ in home.shape.devices])
-        self.restored = (0,) * len(prompt.rows)
         self._home = home
         self._prompt = prompt
-        self._exact = [True] * len(prompt.rows)
-        self._sources = list(range(len(prompt.rows)))  # the prompt of each row, before rows are repeated
-        self._reordered = False
+        self._begin()
 
     @classmethod
     def from_prompt(
@@ -156,12 +153,13 @@ class KVTierCache(Cache):
         Raises:
             ConfigError: a tier's format cannot take this model's KV.
             FormatMismatch: block_size is no number of tokens.
-            ModelError: sliding windows, recurrent states, indexed attention, or KV that cannot be reused for another
-                reason; the message names it.
-            RequestError: input_ids or attention_mask cannot be used, or the model is wrapped or in training mode.
+            ModelError: a wrapped model, sliding windows, recurrent states, indexed attention, or KV that cannot be
+                reused for another reason; the message names it.
+            RequestError: input_ids or attention_mask cannot be used, or the model is in training mode or generates
+                without a cache.
         """
-        _check_mode(model)
         shape = cached_shape(model)
+        _check_mode(model)
         layout = shape.layout(block_size)
         prompt = Prompt.of(input_ids, attention_mask, model)
         identify = partial(namespace_of, model, layout, fingerprint, salt)
@@ -287,10 +285,12 @@ class KVTierCache(Cache):
 
     def _checked(self, row: int, source: int, first: tuple[Tensor, Tensor], tokens: NDArray[np.int64]) -> list[bytes]:
         """Names of the full blocks of a row, whose first layer has to be that of these tokens."""
-        home = self._home
+        home, restored = self._home, self.restored[source]
+        if not np.array_equal(tokens[:restored], self._prompt.tokens(source)[: min(restored, len(tokens))]):
+            raise RequestError(f"sequence {row} does not begin with the {restored} tokens that were restored")
         chain = home.chain(tokens)
         if home.blocks.known(chain, exact=self._exact[source]) < len(chain):
-            check_tokens(home.model, home.argument, first, tokens[: len(chain) * home.layout.block_size], row)
+            check_tokens(home.model, home.argument, first, tokens[: len(chain) * home.layout.block_size], restored)
         return chain
 
     def _put(self, layers: Sequence[tuple[Tensor, Tensor]], source: int, chain: Sequence[bytes]) -> PutResult:
@@ -317,9 +317,21 @@ class KVTierCache(Cache):
     def reset(self) -> None:
         """Forget all KV. The tiers keep theirs."""
         super().reset()  # type: ignore[no-untyped-call]
-        self.restored = (0,) * len(self._prompt.rows)
-        self._exact = [True] * len(self._prompt.rows)
-        self._sources, self._reordered = list(range(len(self._prompt.rows))), False
+        self._begin()
+
+    def _begin(self) -> None:
+        prompts = len(self._prompt.rows)
+        self.restored = (0,) * prompts
+        self._exact = [True] * prompts
+        self._sources = list(range(prompts))  # the prompt of each row, before rows are repeated
+        self._reordered = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget so many of the last slots, given as a negative number."""
+        super().crop(tokens_to_remove)
+        slots = self.get_seq_length()
+        pairs = zip(self.restored, self._prompt.padding, strict=True)
+        self.restored = tuple(min(restored, max(slots - padding, 0)) for restored, padding in pairs)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row i continues what row beam_idx[i] was; which tokens that is, is not told."""
@@ -340,15 +352,10 @@ class KVTierCache(Cache):
 
 
 def _check_mode(model: PreTrainedModel) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise RequestError(
-            f"model is a {type(model).__name__}: expected one of transformers' own; of a model that is wrapped "
-            "(compiled, adapted, parallel) pass the one inside, and generate with either"
-        )
     if model.training:
         raise RequestError("the model is in training mode, in which its KV is random: call model.eval()")
     if model.can_generate() and model.generation_config.use_cache is False:
         raise RequestError(
-            "the model's generation_config.use_cache is False: each step would feed the whole sequence again, on top of "
-            "what is cached; set it to True"
+            "the model's generation_config.use_cache is False: each step would feed the whole sequence after what is "
+            "cached; set it to True"
         )

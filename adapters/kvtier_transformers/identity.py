@@ -53,7 +53,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     through `Tensor.data` are not noticed by torch, nor here.
 
     Raises:
-        ModelError: weights that are elsewhere, or adapters that can be switched without a trace in the weights.
+        ModelError: weights that are elsewhere or no tensors, or adapters that can be switched without a trace in them.
     """
     tensors = _tensors(model)
     _check_weights(model, tensors)
@@ -88,9 +88,9 @@ def _digest(tensors: dict[str, Tensor]) -> str:
 
 
 def _check_weights(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
-    away = [name for name, tensor in tensors.items() if tensor.is_meta]
+    away = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor) or tensor.is_meta]
     if away:
-        raise ModelError(f"{len(away)} weights are not in memory ({away[0]}): name the weights by fingerprint=")
+        raise ModelError(f"{len(away)} weights are no tensors in memory ({away[0]}): name the weights by fingerprint=")
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise ModelError(
             "the model carries PEFT adapters, which can be switched on and off without a trace in its weights: merge "

@@ -78,6 +78,11 @@ def cached_shape(model: PreTrainedModel) -> CachedShape:
         ModelError: a model whose cached state is no function of its tokens alone, or cannot be cut into blocks; the
             message names what is in the way.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"model is a {type(model).__name__}: expected one of transformers' own; of a model that is wrapped "
+            "(compiled, adapted, parallel) pass the one inside, and generate with either"
+        )
     placed = tuple((parameter.dtype, parameter.device) for parameter in model.parameters())
     known = _shapes.get(model)
     if known is None or known[0] != placed:

@@ -12,6 +12,7 @@ secondary        another way in: kvtier's lower tiers under vLLM's own host tier
 """
 
 from contextlib import suppress
+from typing import Any
 
 __all__ = ["register"]
 
@@ -24,4 +25,22 @@ def register() -> None:
 
     # What it raises where plug-ins are loaded once more in a process: that the name is taken.
     with suppress(ValueError):
-        KVConnectorFactory.register_connector(_NAME, "kvtier_vllm.connector", _NAME)
+        KVConnectorFactory.register_connector(_NAME, __name__, _NAME)
+
+
+def __getattr__(name: str) -> Any:
+    """`KVTierConnector`, imported when vLLM asks for it: only then does it matter which vLLM this is."""
+    if name != _NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import vllm  # noqa: PLC0415
+
+    from kvtier.errors import ConfigError  # noqa: PLC0415
+
+    try:
+        from kvtier_vllm.connector import KVTierConnector  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            f"vLLM {vllm.__version__} is not one that this version of kvtier works with ({error}); install vllm "
+            "0.32.x, or another kvtier"
+        ) from error
+    return KVTierConnector

@@ -46,8 +46,9 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        version = check_version(vllm.__version__, KVConnectorBase_V1, KVCacheManager)
+        version = check_version(vllm.__version__, KVConnectorBase_V1, KVCacheManager, KVTierConnector)
         transfer = vllm_config.kv_transfer_config
+        _check_role(transfer.kv_role)
         self._settings: Settings = read_settings(transfer.kv_connector_extra_config, transfer.kv_load_failure_policy)
         _check_parallel(vllm_config.parallel_config)
         self._version = ".".join(map(str, version))
@@ -141,7 +142,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         budget = self._vllm_config.scheduler_config.max_num_batched_tokens
         wanted = self._vllm_config.kv_events_config
         events = EventLog() if wanted is not None and wanted.enable_kv_cache_events else None
-        side = SchedulerSide(self._name, settings, namespace, layout, budget, events)
+        ahead = self._vllm_config.max_concurrent_batches > 1
+        side = SchedulerSide(self._name, settings, namespace, layout, budget, events, ahead=ahead)
         side.manager = self._kv_cache_manager
         self._scheduler = side
         # An engine that is not shut down ends with the interpreter: what is on its way down is written then.
@@ -247,6 +249,14 @@ def _only_group(kv_cache_config: Any) -> Any:
     if not all(isinstance(one, AttentionSpec) for one in specs):
         raise ConfigError(f"KV cache of kind {type(specs[0]).__name__}: kvtier keeps the KV of attention only")
     return groups[0]
+
+
+def _check_role(role: str) -> None:
+    if role != "kv_both":
+        raise ConfigError(
+            f"kv_role = {role!r}: expected 'kv_both': every engine keeps what it computes, and loads what it or others "
+            "kept; engines that share an NVMe directory or a remote tier need no roles"
+        )
 
 
 def _check_parallel(parallel: Any) -> None:

@@ -66,9 +66,13 @@ class Names:
     def take(self) -> list[Any]:
         """Events since the last call."""
         told: list[Any] = []
-        while found := self._log.since(self._seen).events:
-            self._seen = found[-1].sequence
-            for event in found:
+        while (found := self._log.since(self._seen)).events:
+            if found.gap:
+                # Whoever follows must not believe in what may be gone.
+                for tier, medium in MEDIA.items():
+                    told += self._gone(tier, medium, [*self._held])
+            self._seen = found.events[-1].sequence
+            for event in found.events:
                 if event.ns in (None, self._ns) and event.tier in MEDIA:
                     told += self._stored(event) if event.kind == "stored" else self._removed(event)
         return told
@@ -95,9 +99,12 @@ class Names:
         return told
 
     def _removed(self, event: Event) -> list[Any]:
-        keys = event.keys if event.kind == "removed" else [key for key in self._held if event.tier in self._held[key]]
-        gone = [self._forget(key, event.tier) for key in keys if event.tier in self._held.get(key, ())]
-        return [BlockRemoved(block_hashes=gone, medium=MEDIA[event.tier])] if gone else []
+        keys = event.keys if event.kind == "removed" else [*self._held]
+        return self._gone(event.tier, MEDIA[event.tier], keys)
+
+    def _gone(self, tier: str, medium: str, keys: Sequence[bytes]) -> list[Any]:
+        gone = [self._forget(key, tier) for key in keys if tier in self._held.get(key, ())]
+        return [BlockRemoved(block_hashes=gone, medium=medium)] if gone else []
 
     def _forget(self, key: bytes, tier: str) -> Any:
         name = self._blocks[key].name

@@ -16,6 +16,8 @@ __all__ = ["Pool", "layout_of", "model_fingerprint", "namespace_of"]
 
 # Of a config: what says who wrote it, and nothing about the model.
 _UNRELATED = ("_name_or_path", "transformers_version")
+# Drafts that are looked up in text.
+_MODEL_LESS = ("ngram", "ngram_gpu", "suffix")
 # Rotations that depend on how long a context is allowed.
 _BY_LENGTH = ("longrope", "dynamic")
 
@@ -92,7 +94,7 @@ def namespace_of(config: Any, layout: Layout, version: str, *, model: str | None
         "quantization": str(config.model_config.quantization),
     }
     draft = config.speculative_config
-    if draft is not None:
+    if draft is not None and draft.method not in _MODEL_LESS:
         # A draft model's layers lie in the same blocks.
         numerics["draft"] = f"{draft.method} {draft.model}"
     return Namespace(

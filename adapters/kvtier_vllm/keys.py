@@ -8,9 +8,9 @@ vLLM's own block hashes are not used: what they are made of (pickles, a seed) is
 
 import logging
 from collections.abc import Mapping
-from functools import lru_cache
+from os import scandir
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvtier.connector.checkpoint import fingerprint
 from kvtier.errors import ModelError
@@ -22,12 +22,15 @@ __all__ = ["Tracked", "nameable"]
 
 _log = logging.getLogger(__name__)
 
+_State: TypeAlias = frozenset[tuple[str, int, int]]
+
 
 def nameable(request: Any) -> bool:
     """Whether tokens and extras say all that a request's KV depends on.
 
     Not where a prompt has embeddings, whose tokens are placeholders; nor where tokens may be replaced later (streaming
-    input); nor where an adapter's files cannot be read: another content under its name would not be noticed.
+    input); nor where an adapter's files cannot be read, or have changed since it was first used: vLLM names its blocks
+    by name and path only, and nobody knows which content it has loaded.
     """
     if request.prompt_embeds is not None or request.resumable:
         return False
@@ -85,7 +88,7 @@ def _extras(request: Any, block_size: int) -> Mapping[int, bytes]:
     items: dict[int, list[tuple[str, bytes]]] = {}
     lora = request.lora_request
     if lora is not None:
-        content = _adapter(lora.lora_path) or ""
+        content = _adapters[lora.lora_path][1] or ""
         items[0] = [("lora", part.encode()) for part in (lora.lora_name, lora.lora_path, content)]
     if request.cache_salt:
         items.setdefault(0, []).append(("vllm.cache_salt", request.cache_salt.encode()))
@@ -97,11 +100,38 @@ def _extras(request: Any, block_size: int) -> Mapping[int, bytes]:
     return {block: encode_extra(found) for block, found in items.items()}
 
 
-@lru_cache(maxsize=256)
+_adapters: dict[str, tuple[_State, str | None]] = {}
+"""Of each path that a request named: its files when it first did, and the fingerprint; None: not to be named."""
+
+
 def _adapter(path: str) -> str | None:
+    if path not in _adapters:
+        _adapters[path] = _read(path)
+    state, name = _adapters[path]
+    if name is not None and _state(path) != state:
+        _log.warning(
+            "adapter %s: its files have changed since it was first used: its requests are served, and their KV is not "
+            "kept; put another version at another path",
+            path,
+        )
+        name = None
+        _adapters[path] = (state, name)
+    return name
+
+
+def _read(path: str) -> tuple[_State, str | None]:
+    state = _state(path)
     try:
         config = Path(path, "adapter_config.json")
-        return fingerprint(Path(path), [config.read_text() if config.is_file() else ""])
+        return state, fingerprint(Path(path), [config.read_text() if config.is_file() else ""])
     except (ModelError, OSError) as error:
         _log.warning("adapter %s: %s: its requests are served, and their KV is not kept", path, error)
-        return None
+        return state, None
+
+
+def _state(path: str) -> _State:
+    try:
+        with scandir(path) as files:
+            return frozenset((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    except OSError:
+        return frozenset()

@@ -37,6 +37,7 @@ _IDLE_WAIT, _BUSY_WAIT = 0.05, 0.005
 # A load that takes longer than this is made between steps, while others are computed.
 _SYNC_SECONDS = 0.05
 _NO_RESULTS = TransferResults()
+_UNSURE_ENDS = ("FINISHED_ABORTED", "FINISHED_ERROR")
 
 
 class SchedulerSide:
@@ -48,6 +49,7 @@ class SchedulerSide:
         namespace: of the blocks.
         layout: of the blocks.
         token_budget: tokens per step; staging holds the blocks of several.
+        ahead: whether steps are planned before earlier ones have run.
         events: told what the tiers hold; None: nobody wants to know.
 
     Raises:
@@ -62,9 +64,12 @@ class SchedulerSide:
         layout: Layout,
         token_budget: int,
         events: EventLog | None = None,
+        *,
+        ahead: bool = False,
     ) -> None:
         self._block_size = layout.block_size
         self._settings = settings
+        self._ahead = ahead
         part_bytes = layout.block_bytes()
         store = open_store(settings.tiering, block_bytes=part_bytes, layout=layout, events=events)
         if store is None:
@@ -77,19 +82,12 @@ class SchedulerSide:
             self._staging += [StagingRegion(part_bytes, slots) for _ in range(layout.shards)]
             regions = [*store.host.regions(), *(share for region in self._staging for share in region.regions())]
             store.register(namespace_index(namespace.digest), layout)
+            options = _options(settings, layout.shards)
+            self.hook = TierScheduler(store, namespace, layout.block_size, self._staging, options)
             self._server = RegionServer(name, regions)
         except BaseException:
             self._let_go()
             raise
-        tiering = settings.tiering
-        waits = settings.load == "async" and settings.policy == "recompute"
-        options = ConnectorOptions(
-            shards=layout.shards,
-            recompute_gate=tiering.recompute_gate,
-            load_seconds=tiering.load_deadline,
-            offers="leased" if waits else "verified",
-        )
-        self.hook = TierScheduler(store, namespace, layout.block_size, self._staging, options)
         self.figures = Figures(store.metrics)
         self._mask = namespace.mask()
         self.names = None if events is None else Names(events, namespace_index(namespace.digest), self._block_size)
@@ -102,8 +100,9 @@ class SchedulerSide:
         self._sync: dict[str, Tracked] = {}
         self._reading: dict[str, Tracked] = {}
         self._receiving: dict[str, Tracked] = {}
-        self._arriving: dict[bytes, str] = {}
+        self._arriving: dict[Any, str] = {}
         self._ended: list[str] = []
+        self._over: set[str] = set()
         self._failed: set[str] = set()
         self._prefill: tuple[int, int, float] | None = None
 
@@ -117,28 +116,35 @@ class SchedulerSide:
     def match(self, request: Any, device_tokens: int) -> tuple[int | None, bool]:
         """See `get_num_new_matched_tokens`."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or request.skip_reading_prefix_cache or request.request_id in self._failed:
+        if tracked is not None:
+            tracked.local = device_tokens
+        if request.skip_reading_prefix_cache:
             return 0, False
-        tracked.local = device_tokens
-        if self._comes(tracked, device_tokens // self._block_size):
+        if self._comes(request, device_tokens // self._block_size):
             return None, False
+        if tracked is None or tracked.id in self._failed:
+            return 0, False
         found = self.hook.match(tracked, device_tokens, wait=_BUSY_WAIT if self._admitted else _IDLE_WAIT)
         if not isinstance(found, Match):
             return None, False
         tracked.waits = found.tokens > 0 and self._between_steps(found)
         return found.tokens, tracked.waits
 
-    def _comes(self, tracked: Tracked, first: int) -> bool:
+    def _comes(self, request: Any, first: int) -> bool:
         """Whether another request is loading the next block, or one before it.
 
         What is loaded by the step that reads it has its name on the device at once; should that load fail, who waits
-        for it computes nothing wrong.
+        for it computes nothing wrong. By vLLM's names, which requests have as well that are not kept.
         """
         if not self._arriving:
             return False
-        return any(self._arriving.get(key, tracked.id) != tracked.id for key in tracked.chain[: first + 1])
+        own = request.request_id
+        return any(self._arriving.get(name, own) != own for name in request.block_hashes[: first + 1])
 
     def _between_steps(self, found: Match) -> bool:
+        if self._ahead:
+            # Of a step that was planned before the load of an earlier one failed, vLLM takes nothing back.
+            return True
         if self._settings.load != "auto":
             return self._settings.load == "async"
         return bool(self._admitted) and found.seconds is not None and found.seconds > _SYNC_SECONDS
@@ -147,10 +153,11 @@ class SchedulerSide:
         """See `update_state_after_alloc`."""
         self._admitted.add(request.request_id)
         tracked = self._requests.get(request.request_id)
+        local = 0 if tracked is None else tracked.local // self._block_size
+        # Also of who is not kept: saves of others may still read what it writes over.
+        self._allocated.update(block_ids[local:])
         if tracked is None:
             return
-        local = tracked.local // self._block_size
-        self._allocated.update(block_ids[local:])
         ids = self._table(block_ids)
         self.hook.allocated(tracked, ids, tokens)
         if tokens == 0:
@@ -158,7 +165,7 @@ class SchedulerSide:
         stop = local + tokens // self._block_size
         tracked.promised = tuple(ids[local:stop])
         (self._receiving if tracked.waits else self._sync)[tracked.id] = tracked
-        self._arriving |= dict.fromkeys(tracked.chain[local:stop], tracked.id)
+        self._arriving |= dict.fromkeys(request.block_hashes[local:stop], tracked.id)
 
     def _table(self, block_ids: Sequence[int]) -> list[int]:
         null = self.manager.block_pool.null_block.block_id
@@ -172,6 +179,7 @@ class SchedulerSide:
         if self.hook.copying:
             written = written.union(*(groups[0] for groups in output.scheduled_cached_reqs.new_block_ids if groups))
         self._allocated = set()
+        self._admitted -= (output.preempted_req_ids or set()) - output.num_scheduled_tokens.keys()
         self._index += 1
         spans = self._spans(output)
         self._observe(output)
@@ -191,7 +199,7 @@ class SchedulerSide:
 
     def _spans(self, output: Any) -> list[StepSpan]:
         """Of requests that this step makes a block full of, or whose load it needs: all others have nothing to save."""
-        void = {block for tracked in self._sync.values() for block in tracked.promised}
+        void = {block for tracked in self._sync.values() for block in tracked.promised} - {NO_BLOCK}
         spans, size = [], self._block_size
         for request_id, count in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
@@ -226,11 +234,17 @@ class SchedulerSide:
             # Over without a copy: it was late, or what was promised is gone.
             invalid |= self._lost(request_id, tokens)
             if request_id in self._receiving:
-                self._ended.append(request_id)
+                self._end(request_id)
         ended, self._ended = tuple(self._ended), []
         self._reading |= self._sync
         self._sync = {}
         return StepWork(plan, receiving, frozenset(invalid), ended)
+
+    def _end(self, request_id: str) -> None:
+        """A load between steps is over without a copy: the next step's workers say so to vLLM, once."""
+        if request_id not in self._over:
+            self._over.add(request_id)
+            self._ended.append(request_id)
 
     def _lost(self, request_id: str, tokens: int) -> set[int]:
         """What was promised of a load that ended with so many of the request's tokens on the device."""
@@ -248,13 +262,13 @@ class SchedulerSide:
             self._failed |= done.failed & self._requests.keys()
         if self.hook.busy:
             self.hook.completed(_NO_RESULTS)
-        # Where steps are planned ahead, some may not have run yet.
-        for reading in [one for one in self._reading.values() if not self.hook.found_in(one.id)]:
-            del self._reading[reading.id]
+        ended, self._reading = self._reading, {}
+        for reading in ended.values():
             self._arrived(reading)
             if reading.id in self._failed:
                 self._unname(reading)
         for request_id in received:
+            self._over.discard(request_id)
             tracked = self._receiving.pop(request_id, None)
             if tracked is not None:
                 self._arrived(tracked)
@@ -306,8 +320,8 @@ class SchedulerSide:
         reading = self._sync.pop(request_id, None) or self._reading.pop(request_id, None)
         if reading is not None:
             self._arrived(reading)
-            if request.status.name == "FINISHED_ABORTED":
-                # Before anybody knows whether its blocks were filled; all other ends come after that.
+            if request.status.name in _UNSURE_ENDS:
+                # Before anybody knows whether its blocks were filled, or since they were not.
                 self._unname(reading)
                 tracked = None
         receiving = request_id in self._receiving
@@ -316,9 +330,9 @@ class SchedulerSide:
             self.hook.leave(tracked, self._table(block_ids), computed)
             self._told(tracked)
         writing = self.hook.finished(request_id, "stop")
-        if receiving and not writing and request_id not in self._ended:
+        if receiving and not writing:
             # vLLM keeps the blocks until a worker says that the load is over.
-            self._ended.append(request_id)
+            self._end(request_id)
 
     def stats(self) -> KVTierStats | None:
         """What changed in the tiers."""
@@ -353,6 +367,16 @@ class SchedulerSide:
         for region in self._staging:
             region.close()
         self.store.close()
+
+
+def _options(settings: Settings, shards: int) -> ConnectorOptions:
+    waits = settings.load == "async" and settings.policy == "recompute"
+    return ConnectorOptions(
+        shards=shards,
+        recompute_gate=settings.tiering.recompute_gate,
+        load_seconds=settings.tiering.load_deadline,
+        offers="leased" if waits else "verified",
+    )
 
 
 def _missing(tracked: Tracked, loads: Sequence[Load]) -> set[int]:

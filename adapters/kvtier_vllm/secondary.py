@@ -9,19 +9,21 @@ limits of capacity, an index that a crash does not harm, several tiers.
 vLLM's calls come from its scheduler: they look into indices in memory, or hand work to the threads of an `Exchange`.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
 from typing import Any, ClassVar
 
 import torch
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadKey,
+    OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
@@ -37,18 +39,12 @@ from kvtier.keys import Namespace
 from kvtier.store import TieredStore
 from kvtier.store.build import open_store
 from kvtier_vllm.secondary_names import BlockNames, namespace_of, weights_of
+from kvtier_vllm.secondary_stats import SecondaryFigures
 
 __all__ = ["KVTierSecondaryTier"]
 
 # Room for a prompt of some thousand tokens on its way; what is to be kept for long is vLLM's own host tier.
 _STAGING = "256MiB"
-
-
-@dataclass(slots=True)
-class _Missed:
-    """Keys that were found for a request and did not arrive: it does not ask for them again, but computes them."""
-
-    keys: set[OffloadKey] = field(default_factory=set)
 
 
 class _RemoteLookups(AsyncLookupManager):
@@ -101,20 +97,22 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._names = BlockNames(_namespace(offloading_spec, self.block_size_bytes, model, salt))
         self.store = _opened(settings, self.block_size_bytes)
         try:
-            self._exchange = Exchange(self.store, primary_kv_view)
+            self._exchange = Exchange(self.store, self._names.ns, primary_kv_view)
         except BaseException:
             self.store.close()
             raise
         remote = self.store.has_remote
         self._remote = _RemoteLookups(tier_type, self._names, self._exchange) if remote else None
+        self._figures = SecondaryFigures(self.store.metrics)
         self._jobs: dict[int, TransferJob] = {}
+        # Keys that were found for a request and did not arrive: it does not ask for them again, but computes them.
+        self._missed: dict[str, set[OffloadKey]] = {}
 
     # ---- looking up
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """HIT, MISS, or RETRY while a remote tier is asked."""
-        missed = req_context.get_state(_Missed)
-        if missed is not None and key in missed.keys:
+        if key in self._missed.get(req_context.req_id, ()):
             return LookupResult.MISS
         if self._exchange.present(self._names.keys([key])[0]):
             return LookupResult.HIT
@@ -126,12 +124,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Blocks as they are computed will do: what is there already is not written twice."""
-        req_context.set_state(_Missed())
-        return RequestOffloadingContext()
+        """All of its blocks, those too that vLLM has: what is here already is not written again, but was used."""
+        self._missed[req_context.req_id] = set()
+        return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget what was asked for it."""
+        self._missed.pop(req_context.req_id, None)
         if self._remote is not None:
             self._remote.cleanup(req_context.req_id)
 
@@ -140,13 +139,17 @@ class KVTierSecondaryTier(SecondaryTierManager):
         if self._remote is not None:
             self._remote.flush()
 
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """They were used above."""
+        self.store.renew(self._names.keys(keys))
+
     # ---- moving
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Write rows of vLLM's host tier down."""
         self._jobs[job_metadata.job_id] = job_metadata
-        refs = self._names.refs(job_metadata.keys)
-        self._exchange.save(job_metadata.job_id, refs, job_metadata.chunk_ids.tolist())
+        keys = self._names.keys(job_metadata.keys)
+        self._exchange.save(job_metadata.job_id, keys, job_metadata.chunk_ids.tolist())
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Fill rows of vLLM's host tier."""
@@ -158,15 +161,26 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """Jobs that ended; what a load did not bring is a miss for its request from now on."""
         return [self._result(*moved) for moved in self._exchange.finished()]
 
-    def _result(self, number: int, good: tuple[bool, ...], nbytes: int, seconds: float) -> JobResult:
+    def _result(self, number: int, good: int, nbytes: int, seconds: float) -> JobResult:
         job = self._jobs.pop(number)
+        keys = tuple(job.keys)
         if not job.is_promotion:
-            return JobResult(number, all(good), None, seconds, nbytes)
-        arrived = tuple(key for key, came in zip(job.keys, good, strict=True) if came)
-        missed = job.req_context.get_state(_Missed)
-        if missed is not None:
-            missed.keys.update(set(job.keys).difference(arrived))
-        return JobResult(number, all(good), arrived or None, seconds, nbytes)
+            return JobResult(number, good == len(keys), None, seconds, nbytes)
+        if job.req_context.req_id in self._missed:
+            self._missed[job.req_context.req_id].update(keys[good:])
+        return JobResult(number, good == len(keys), keys[:good] or None, seconds, nbytes)
+
+    # ---- the whole
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """What `get_stats` tells."""
+        del extra_config
+        return SecondaryFigures.definitions()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What changed in the store's metrics, once a second."""
+        return self._figures.take()
 
     def drain_jobs(self) -> None:
         """Wait until nothing touches vLLM's host tier."""
@@ -183,7 +197,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
 def _settings(tiering: dict[str, Any]) -> TieringSettings:
     host = tiering.get("host", {})
-    overrides = tiering if host is None else {**tiering, "host": {"capacity": _STAGING, **host}}
+    overrides = {**tiering, "host": {"capacity": _STAGING, **host}} if isinstance(host, dict) else tiering
     settings = load_config({"tiering": overrides}).config.tiering
     lower = {"nvme": settings.nvme, "remote": settings.remote}
     if not any(lower.values()):
@@ -204,13 +218,6 @@ def _opened(settings: TieringSettings, block_bytes: int) -> TieredStore:
     store = open_store(settings, block_bytes=block_bytes)
     if store is None:
         raise ConfigError("tiering.host = none: the tiers below need it as staging; remove the setting")
-    runs = [tier.caps.run for tier in store.lower if tier.caps.run > 1]
-    if runs:
-        store.close()
-        raise ConfigError(
-            f"tiering.remote: {runs[0]} blocks per object: vLLM does not tell a secondary tier which blocks follow one "
-            'another; set remote.options = "run=1"'
-        )
     return store
 
 

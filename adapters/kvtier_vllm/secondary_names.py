@@ -11,14 +11,13 @@ the seed is random, and nothing is found again in a new process unless PYTHONHAS
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvtier.connector.checkpoint import fingerprint
 from kvtier.errors import ConfigError, ModelError
 from kvtier.keys import Namespace, namespace_index, store_keys
-from kvtier.tiers import BlockRef
 
 __all__ = ["BlockNames", "namespace_of", "weights_of"]
 
@@ -59,17 +58,13 @@ def namespace_of(model: str, facts: Mapping[str, Any], salt: str = "") -> Namesp
 class BlockNames:
     """Store keys of vLLM's offload keys, each of them a block hash and a group id.
 
-    Nobody says what comes before a block: it has no parent and no depth here.
+    ns: index of the namespace that they are in.
     """
 
     def __init__(self, namespace: Namespace) -> None:
-        self._ns = namespace_index(namespace.digest)
+        self.ns = namespace_index(namespace.digest)
         self._mask = namespace.mask()
 
     def keys(self, offload_keys: Iterable[bytes]) -> list[bytes]:
         """The store key of each."""
         return store_keys([hashlib.sha256(key).digest() for key in offload_keys], self._mask)
-
-    def refs(self, offload_keys: Iterable[bytes]) -> Sequence[BlockRef]:
-        """Each as a block that is to be stored: exact bytes."""
-        return [BlockRef(key, self._ns, -1, None, True) for key in self.keys(offload_keys)]

@@ -12,13 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvtier.metrics import Metrics
 
-__all__ = ["Figures", "KVTierProm", "KVTierStats"]
+__all__ = ["COUNTERS", "GAUGES", "Figures", "KVTierProm", "KVTierStats"]
 
 Values: TypeAlias = dict[str, dict[tuple[str, ...], float]]
 """Name -> label values -> value."""
 
 _SECONDS = 1.0
-_COUNTERS = {
+COUNTERS = {
     "loaded_bytes": ("tier",),
     "written_bytes": ("tier",),
     "read_bytes": ("tier",),
@@ -29,7 +29,7 @@ _COUNTERS = {
     "timeouts": ("tier", "operation"),
     "gate_decisions": ("choice", "reason", "tier"),
 }
-_GAUGES = ("occupied_bytes", "capacity_bytes")
+GAUGES = ("occupied_bytes", "capacity_bytes")
 
 
 @dataclass
@@ -78,8 +78,8 @@ class Figures:
     """
 
     def __init__(self, metrics: Metrics) -> None:
-        self._counters = {name: getattr(metrics, name) for name in _COUNTERS}
-        self._gauges = {name: getattr(metrics, name) for name in _GAUGES}
+        self._counters = {name: getattr(metrics, name) for name in COUNTERS}
+        self._gauges = {name: getattr(metrics, name) for name in GAUGES}
         self._told: dict[tuple[str, tuple[str, ...]], float] = {}
         self._next = 0.0
 
@@ -90,7 +90,7 @@ class Figures:
             return None
         self._next = now + _SECONDS
         stats = KVTierStats()
-        for name, labels in _COUNTERS.items():
+        for name, labels in COUNTERS.items():
             changed = self._changed(name, labels)
             if changed:
                 stats.data["added"][name] = changed
@@ -134,7 +134,7 @@ class KVTierProm(KVConnectorPromMetrics):
                 documentation=f"As kvtier_{name} of kvtier's own metrics",
                 labelnames=[*labelnames, *labels],
             )
-            for name, labels in _COUNTERS.items()
+            for name, labels in COUNTERS.items()
         }
         self._metrics |= {
             name: self._gauge_cls(
@@ -143,7 +143,7 @@ class KVTierProm(KVConnectorPromMetrics):
                 labelnames=[*labelnames, "tier"],
                 multiprocess_mode="mostrecent",
             )
-            for name in _GAUGES
+            for name in GAUGES
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -2,6 +2,9 @@
 
 import logging
 import re
+from collections.abc import Callable
+from inspect import Parameter, getmembers, signature
+from typing import Any
 
 from kvtier.errors import ConfigError
 
@@ -29,6 +32,7 @@ _NEEDED = (
     "wait_for_save",
 )
 _NEEDED_OF_MANAGER = ("evict_blocks", "get_block_ids")
+_REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def release(version: str) -> tuple[int, int]:
@@ -39,29 +43,47 @@ def release(version: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def check_version(version: str, base: type, manager: type) -> tuple[int, int]:
-    """Refuse a vLLM that lacks something; say so where it was not tested with.
+def check_version(version: str, base: type, manager: type, own: type) -> tuple[int, int]:
+    """Refuse a vLLM that lacks something, or calls it otherwise; say so where it was not tested with.
 
     Args:
         version: `vllm.__version__`.
         base: its connector class.
         manager: its KV cache manager.
+        own: the class that is to be called in the place of `base`.
 
     Returns:
         Major and minor number.
 
     Raises:
-        ConfigError: it is older than what was tested, or hooks are missing.
+        ConfigError: it is older than what was tested, or hooks are missing, or take other arguments.
     """
     found, tested = release(version), ".".join(map(str, TESTED))
     missing = [name for name in _NEEDED if not hasattr(base, name)]
     missing += [name for name in _NEEDED_OF_MANAGER if not hasattr(manager, name)]
-    if found < TESTED or missing:
-        lacks = ", ".join(missing) or "nothing that is known of"
+    changed = _changed(base, own)
+    if found < TESTED or missing or changed:
+        differs = [f"it lacks {', '.join(missing)}"] * bool(missing)
+        differs += [f"it calls {', '.join(changed)} with other arguments"] * bool(changed)
         raise ConfigError(
-            f"vLLM {version}: this version of kvtier needs {tested} or later with the same hooks (it lacks {lacks}); "
-            f"install vllm {tested}.x, or another kvtier"
+            f"vLLM {version}: this version of kvtier needs {tested} or later with the same hooks"
+            f"{''.join(f'; {what}' for what in differs)}; install vllm {tested}.x, or another kvtier"
         )
     if found > TESTED:
         _log.warning("vLLM %s: kvtier was tested with %s.x; it has all hooks that are needed", version, tested)
     return found
+
+
+def _changed(base: type, own: type) -> list[str]:
+    """Public methods of `own` that cannot take what those of `base` may be given."""
+    theirs, mine = dict(getmembers(base, callable)), dict(getmembers(own, callable))
+    names = [name for name in vars(own) if name in theirs and not name.startswith("_")]
+    return [name for name in names if not _takes(mine[name], theirs[name])]
+
+
+def _takes(own: Callable[..., Any], call: Callable[..., Any]) -> bool:
+    mine, theirs = (signature(method).parameters.values() for method in (own, call))
+    given = {one.name for one in theirs if one.kind not in _REST}
+    needed = {one.name for one in mine if one.kind not in _REST and one.default is Parameter.empty}
+    any_name = any(one.kind is Parameter.VAR_KEYWORD for one in mine)
+    return needed <= given and (any_name or given <= {one.name for one in mine})

@@ -77,7 +77,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except _UsageError as error:
-        return _fail(error.format_message(), 2)  # type: ignore[attr-defined]
+        return _fail(_usage(error), 2)
     except KVTierError as error:
         if logging.getLogger("kvtier").isEnabledFor(logging.DEBUG):
             traceback.print_exc()
@@ -85,6 +85,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     if code == 130:
         typer.echo("interrupted", err=True)
     return code if isinstance(code, int) else 0
+
+
+def _usage(error: Any) -> str:
+    command = error.ctx.command_path if error.ctx else "kvtier"
+    return f"{error.format_message()} See `{command} --help`."
 
 
 def _fail(message: str, code: int) -> int:

@@ -109,9 +109,9 @@ class _Rooms:
                 return int(text)
             if text.endswith("%"):
                 return self._share(float(text[:-1]) / 100)
+            blocks = parse_size(text) // self.block_bytes
         except (ValueError, OverflowError) as error:
-            raise ConfigError(f"{option} {room!r}: expected {_ROOM}") from error
-        blocks = _size(option, text) // self.block_bytes
+            raise ConfigError(f"{option} {room!r}: expected {_ROOM} ({error})") from error
         if not blocks:
             raise ConfigError(f"{option} {room!r}: less than one block of {format_size(self.block_bytes)}")
         return blocks

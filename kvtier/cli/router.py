@@ -30,7 +30,9 @@ def router(
     tokenizer: Annotated[
         str | None, typer.Option(help="engine (its /tokenize, the default), a model's directory, or text.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 by default.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on, 127.0.0.1 by default; others need TLS.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="TCP port, 8080 by default; 0: any free one.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File of keys that callers must know, one a line.")] = None,
 ) -> None:
@@ -39,7 +41,8 @@ def router(
     Engines that publish no events are known by what was sent to them.
     """
     require_router()
-    from kvtier.http.keys import read_api_keys  # noqa: PLC0415  # these are optional
+    from kvtier.http.exposure import check_tls  # noqa: PLC0415  # these are optional
+    from kvtier.http.keys import read_api_keys  # noqa: PLC0415
     from kvtier.http.listening import listen  # noqa: PLC0415
     from kvtier.router.app import Router  # noqa: PLC0415
     from kvtier.router.fleet import addresses  # noqa: PLC0415
@@ -62,6 +65,7 @@ def router(
         setup_logging("info", config.log.format)
     keys = () if settings.api_key_file is None else read_api_keys(settings.api_key_file, "router.api_key_file")
     places = addresses(_listed(settings.engines), _listed(settings.events), _listed(settings.replays))
+    check_tls(settings, "router", "keys, prompts and answers")
     with listen(settings.host, settings.port, "router") as taken:
         serve(Router(places, settings), taken, keys)
 

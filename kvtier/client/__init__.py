@@ -42,4 +42,8 @@ def __getattr__(name: str) -> Any:
     # A peer tier uses the data port alone, without httpx.
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    try:
+        module = import_module(_LAZY[name])
+    except ModuleNotFoundError as error:
+        raise ImportError(f"kvtier.client: {error.name} is missing: pip install 'kvtier[client]'") from error
+    return getattr(module, name)

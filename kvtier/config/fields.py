@@ -24,6 +24,7 @@ __all__ = [
     "Size",
     "Whole",
     "conflict",
+    "require_tls_pair",
 ]
 
 MIB = 1 << 20
@@ -74,6 +75,12 @@ ModelSource: TypeAlias = Annotated[
 def conflict(message: str, *fields: str) -> PydanticCustomError:
     """An illegal combination of `fields` of one section; whoever knows where they were set can say so."""
     return PydanticCustomError("conflict", "{message}", {"message": message, "fields": list(fields)})
+
+
+def require_tls_pair(cert: Path | None, key: Path | None) -> None:
+    """Let the `tls_cert` and `tls_key` of a section pass that are both there or both none."""
+    if (cert is None) != (key is None):
+        raise conflict("a certificate and its key belong together; name both or neither", "tls_cert", "tls_key")
 
 
 class Section(BaseModel):

@@ -1,8 +1,22 @@
 """Settings of the router."""
 
-from pydantic import Field
+from typing import Self
 
-from kvtier.config.fields import MIB, Count, FilePath, Name, Port, Seconds, Section, Share, Size, Whole
+from pydantic import Field, model_validator
+
+from kvtier.config.fields import (
+    MIB,
+    Count,
+    FilePath,
+    Name,
+    Port,
+    Seconds,
+    Section,
+    Share,
+    Size,
+    Whole,
+    require_tls_pair,
+)
 
 __all__ = ["RouterSettings"]
 
@@ -10,10 +24,19 @@ __all__ = ["RouterSettings"]
 class RouterSettings(Section):
     """The router in front of several OpenAI-compatible engines."""
 
-    host: Name = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 and :: are all addresses")
+    host: Name = Field(
+        default="127.0.0.1", description="Address to listen on; off loopback it needs TLS or allow_plaintext"
+    )
     port: Port = Field(default=8080, description="TCP port; 0: any free one")
+    tls_cert: FilePath | None = Field(default=None, description="Certificate chain (PEM); needs tls_key")
+    tls_key: FilePath | None = Field(default=None, description="Private key of tls_cert (PEM)")
+    allow_plaintext: bool = Field(default=False, description="Listen off loopback without TLS")
     engines: Name | None = Field(
         default=None, description="URLs of the engines, with commas between, such as http://10.0.0.1:8000"
+    )
+    ca_file: FilePath | None = Field(
+        default=None,
+        description="Certificate authorities (PEM) that engines with https are verified by, instead of the system's",
     )
     events: Name | None = Field(
         default=None, description="Where each engine publishes its block events, in the same order; - where it does not"
@@ -45,3 +68,8 @@ class RouterSettings(Section):
     drain_timeout: Seconds = Field(
         default=30.0, description="Seconds that requests under way have to end after SIGTERM"
     )
+
+    @model_validator(mode="after")
+    def _tls_is_a_pair(self) -> Self:
+        require_tls_pair(self.tls_cert, self.tls_key)
+        return self

@@ -4,7 +4,19 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from kvtier.config.fields import GIB, MIB, Count, FilePath, Name, Port, Seconds, Section, Size, conflict
+from kvtier.config.fields import (
+    GIB,
+    MIB,
+    Count,
+    FilePath,
+    Name,
+    Port,
+    Seconds,
+    Section,
+    Size,
+    conflict,
+    require_tls_pair,
+)
 
 __all__ = ["ServiceSettings"]
 
@@ -51,6 +63,11 @@ class ServiceSettings(Section):
         default=GIB, description="Bytes per tenant that calls may hold at a time; what comes then is refused as busy"
     )
     max_namespaces: Count = Field(default=256, description="Namespaces per tenant, at most")
+    namespace_idle: Seconds | None = Field(
+        default=7 * 86400.0,
+        description="Seconds after which a namespace that nobody used and of which no block is left in host and nvme "
+        "makes room for another one beyond max_namespaces; none: never",
+    )
     max_pins: Count = Field(default=1024, description="Pins per tenant at a time, at most")
     max_pin_ttl: Seconds = Field(default=3600.0, description="Seconds that a pin may last, at most")
     max_prefetches: Count = Field(default=256, description="Prefetches per tenant that are remembered, at most")
@@ -68,8 +85,7 @@ class ServiceSettings(Section):
 
     @model_validator(mode="after")
     def _tls_is_a_pair(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise conflict("a certificate and its key belong together; name both or neither", "tls_cert", "tls_key")
+        require_tls_pair(self.tls_cert, self.tls_key)
         return self
 
     @model_validator(mode="after")

@@ -1,20 +1,17 @@
-"""Exchange: blocks between a host engine's own memory and a store, as jobs that the engine submits and polls.
+"""Exchange: blocks between rows of a host engine's memory and a store, as jobs that the engine submits and polls.
 
-For engines that keep a host cache themselves and want tiers below it. Such an engine hands over bare names of blocks,
-and rows of its memory that stay where they are until the job is reported:
+For engines that keep a host cache themselves, want tiers below it, and have a scheduler that must not wait. Such an
+engine hands over names of blocks, and rows of its memory that stay where they are until the job is reported. A job is
+one call of `RangeTransfers` in a thread of its own, with rows for ranges:
 
-    save   row -> host (copied and checksummed in one pass) -> the lower tiers; done when those took or refused it
-    load   lower tier -> host (verified) -> row; done when nothing writes to the row any more
-
-The store's host tier is staging here. A job goes in pieces that are a small share of it, so that one piece is read from
-the disk while another is copied, and what hangs below touches the store's memory, never the engine's.
+    save    done when the lower tiers took or refused it
+    load    done when nothing writes to the rows any more
 """
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import NamedTuple
@@ -22,83 +19,64 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.errors import CapacityError, FormatMismatch
-from kvtier.native.copying import copy_runs
+from kvtier.connector.ranges import Part, RangeTransfers
+from kvtier.errors import FormatMismatch
 from kvtier.store import TieredStore
 from kvtier.store.lanes import Lane
-from kvtier.tiers import BlockRef, Handle
 
 __all__ = ["Exchange", "Moved"]
 
 _log = logging.getLogger(__name__)
 
-# Loads at a time: one is read while another is copied.
+# Loads at a time: `RangeTransfers` has room in host for two.
 _LOADERS = 2
-_PIECE_BYTES = 8 << 20
 _GLANCE_SECONDS = 1e-4
-# Of host, for one piece: what waits for lower tiers may hold a quarter, the loaders as much, and nothing is full.
-_PIECES_IN_HOST = 8
 
 
 class Moved(NamedTuple):
     """What became of a job.
 
-    job: the number that it was submitted under. good: per block, whether it arrived; of what was saved, whether host
-    took it. nbytes: of those. seconds: from its submission to its end.
+    job: the number that it was submitted under. good: how many leading blocks arrived; of what was saved, how many host
+    took or some tier had. nbytes: that were moved. seconds: from its submission to its end.
     """
 
     job: int
-    good: tuple[bool, ...]
+    good: int
     nbytes: int
     seconds: float
-
-
-class _Job:
-    """One job's books; its pieces end in any order."""
-
-    def __init__(self, number: int, blocks: int, pieces: int, *, load: bool) -> None:
-        self.number = number
-        self.load = load
-        self.good = [False] * blocks
-        self.left = pieces
-        self.began = monotonic()
 
 
 class Exchange:
     """Moves whole blocks between rows of an engine's memory and a store. Thread-safe.
 
-    Only `drain` and `close` wait for jobs.
+    Names of one job are of one chain, parents first: after a gap nothing is of use. Only `drain` and `close` wait for
+    jobs.
 
     Args:
         store: stays the caller's; its host tier holds several blocks.
+        ns: namespace of all blocks.
         memory: the engine's, uint8 or int8 [rows, block bytes], contiguous within a row.
 
     Raises:
-        CapacityError: host is too small to be staging for two loads.
-        FormatMismatch: `memory` has another shape.
+        CapacityError, ConfigError: see `RangeTransfers`.
+        FormatMismatch: `memory` has another shape, or is read-only.
     """
 
-    def __init__(self, store: TieredStore, memory: memoryview) -> None:
+    def __init__(self, store: TieredStore, ns: int, memory: memoryview) -> None:
         rows = np.asarray(memory)
         if rows.ndim != 2 or rows.itemsize != 1 or rows.strides[1] != 1:
             raise FormatMismatch(f"memory of shape {rows.shape}, {rows.dtype}: expected bytes [rows, block bytes]")
+        if not rows.flags.writeable:
+            raise FormatMismatch("memory that is read-only: loads are written to it, pass a writable view")
         self._store = store
         self._memory: NDArray[np.uint8] = rows.view(np.uint8)
+        self._places = rows.ctypes.data + np.arange(len(rows), dtype=np.int64) * rows.strides[0]
         self.block_bytes = int(rows.shape[1])
-        capacity = store.host.stats()["capacity_bytes"]
-        if capacity < _PIECES_IN_HOST * self.block_bytes:
-            raise CapacityError(
-                f"tiering.host.capacity = {capacity} bytes: as staging for blocks of {self.block_bytes} bytes it needs "
-                f"{_PIECES_IN_HOST * self.block_bytes} at least"
-            )
-        share = min(_PIECE_BYTES, capacity // _PIECES_IN_HOST)
-        self._piece = max(share // self.block_bytes, 1)
+        self._moves = RangeTransfers(store, ns, self.block_bytes)
         # Saves keep their order, and hold up no load.
         self._saves = Lane("kvtier-exchange-save", 1)
         self._loads = Lane("kvtier-exchange-load", _LOADERS)
         self._finished: SimpleQueue[Moved] = SimpleQueue()
-        self._owners = count()
-        self._stalled = False
         self._open = self._loading = 0
         self._changed = threading.Condition()
 
@@ -110,13 +88,21 @@ class Exchange:
         """Which blocks some tier has, remote ones included: waits for their answers."""
         return [name is not None for name in self._store.whereabouts(keys).result()]
 
-    def save(self, job: int, refs: Sequence[BlockRef], rows: Sequence[int]) -> None:
-        """Store rows under names; what is there already is not written twice. Returns at once."""
-        self._submit(self._saves, job, len(refs), lambda start, stop: self._save(refs[start:stop], rows[start:stop]))
+    def save(self, job: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
+        """Store rows under names; what is there already was used, and is not written twice. Returns at once.
+
+        Raises:
+            FormatMismatch: there is no such row.
+        """
+        self._submit(self._saves, job, partial(self._save, keys, self._ranges(rows)))
 
     def load(self, job: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Fill rows with the blocks of `keys`, verified. A row whose block did not arrive is left as it was."""
-        self._submit(self._loads, job, len(keys), lambda start, stop: self._load(keys[start:stop], rows[start:stop]))
+        """Fill rows with the blocks of `keys`, verified. A row whose block did not arrive is left as it was.
+
+        Raises:
+            FormatMismatch: there is no such row.
+        """
+        self._submit(self._loads, job, partial(self._load, keys, self._ranges(rows)))
 
     def finished(self) -> list[Moved]:
         """Jobs that ended since the last call; while loads are under way it may take a tenth of a millisecond."""
@@ -143,60 +129,45 @@ class Exchange:
         self._loads.close(self._store.options.load_deadline)
         self._memory = np.empty((0, self.block_bytes), np.uint8)
 
-    def _submit(self, lane: Lane, number: int, blocks: int, move: Callable[[int, int], Sequence[bool]]) -> None:
-        starts = range(0, blocks, self._piece)
-        job = _Job(number, blocks, max(len(starts), 1), load=lane is self._loads)
+    # ---- jobs
+
+    def _ranges(self, rows: Sequence[int]) -> list[Part]:
+        count = len(self._places)
+        bad = next((row for row in rows if not 0 <= row < count), None)
+        if bad is not None:
+            raise FormatMismatch(f"row {bad} of the engine's memory: expected one of its {count} rows")
+        return [[(place, self.block_bytes)] for place in self._places[np.asarray(rows, np.int64)].tolist()]
+
+    def _save(self, keys: Sequence[bytes], sources: Sequence[Part]) -> tuple[int, int]:
+        known = self._moves.known(keys)
+        moved = self._moves.save(keys[known:], sources[known:])
+        # Else the engine would learn how fast memory is, and hold back too late.
+        self._moves.settle()
+        return known + moved, moved
+
+    def _load(self, keys: Sequence[bytes], targets: Sequence[Part]) -> tuple[int, int]:
+        moved = self._moves.load(keys, targets)
+        return moved, moved
+
+    def _submit(self, lane: Lane, job: int, move: Callable[[], tuple[int, int]]) -> None:
+        loads = int(lane is self._loads)
         with self._changed:
             self._open += 1
-            self._loading += job.load
-        for start in starts or (0,):
-            stop = min(start + self._piece, blocks)
-            if not lane.submit(partial(self._run, job, start, stop, move)):
-                self._ended(job)
+            self._loading += loads
+        if not lane.submit(partial(self._run, job, loads, monotonic(), move)):
+            self._ended(Moved(job, 0, 0, 0.0), loads)
 
-    def _run(self, job: _Job, start: int, stop: int, move: Callable[[int, int], Sequence[bool]]) -> None:
+    def _run(self, job: int, loads: int, began: float, move: Callable[[], tuple[int, int]]) -> None:
+        good = moved = 0
         try:
-            job.good[start:stop] = move(start, stop)
+            good, moved = move()
         except Exception:  # noqa: BLE001  the thread's top level: a job that died is reported all the same
-            _log.exception("blocks %d to %d of job %d were not moved", start, stop, job.number)
-        self._ended(job)
+            _log.exception("the blocks of job %d were not moved", job)
+        self._ended(Moved(job, good, moved * self.block_bytes, monotonic() - began), loads)
 
-    def _ended(self, job: _Job) -> None:
-        """One piece of it did."""
+    def _ended(self, moved: Moved, loads: int) -> None:
         with self._changed:
-            job.left -= 1
-            if job.left:
-                return
-            nbytes = sum(job.good) * self.block_bytes
-            self._finished.put(Moved(job.number, tuple(job.good), nbytes, monotonic() - job.began))
+            self._finished.put(moved)
             self._open -= 1
-            self._loading -= job.load
+            self._loading -= loads
             self._changed.notify_all()
-
-    # ---- in the lanes
-
-    def _save(self, refs: Sequence[BlockRef], rows: Sequence[int]) -> list[bool]:
-        items = [(ref, self._memory[row].data) for ref, row in zip(refs, rows, strict=True)]
-        outcomes = self._store.put_each(items).result()
-        # Before the next piece: what lower tiers have not taken would be dropped at the bound of their queues. One that
-        # hangs is waited for once; then it is.
-        if not (self._stalled and self._store.waiting_bytes):
-            self._stalled = not self._store.settle()
-        return [outcome != "dropped" for outcome in outcomes]
-
-    def _load(self, keys: Sequence[bytes], rows: Sequence[int]) -> list[bool]:
-        """The leading run of a piece; names of one job are of one chain, and after a gap nothing is of use."""
-        lease = self._store.acquire(keys, f"exchange.{next(self._owners)}").result()
-        try:
-            good = self._store.fetch(lease, 0, len(lease)).result() if len(lease) else 0
-            self._copy([handle for _, handle in lease.part(0, good)], rows[:good])
-        finally:
-            self._store.release(lease)
-        return [at < good for at in range(len(keys))]
-
-    def _copy(self, handles: Sequence[Handle], rows: Sequence[int]) -> None:
-        """Host's bytes of leased blocks into rows, in one call."""
-        buffers = [np.frombuffer(self._store.host.buffer(handle), np.uint8, self.block_bytes) for handle in handles]
-        places = np.asarray(rows, np.int64) * self._memory.strides[0] + self._memory.ctypes.data
-        sources = np.asarray([buffer.ctypes.data for buffer in buffers], np.int64)
-        copy_runs(places, sources, np.full(len(places), self.block_bytes, np.int64))

@@ -15,7 +15,7 @@ from typing import Self
 
 from kvtier import formats
 from kvtier.connector.parts import Parts
-from kvtier.errors import FormatMismatch
+from kvtier.errors import FormatMismatch, LeaseError
 from kvtier.keys import Namespace, namespace_index
 from kvtier.layout import Layout
 from kvtier.store import Lease, PutResult, TieredStore
@@ -56,9 +56,15 @@ class HeldPrefix:
         return self._store.fetch(self._lease, 0, blocks, deadline=deadline).result()
 
     def raw(self, index: int) -> memoryview | None:
-        """Raw bytes of a block that was fetched, read-only, valid until `close`; None: it cannot be decoded, a miss."""
+        """Raw bytes of a block that was fetched, read-only, valid until `close`.
+
+        None is a miss: it cannot be decoded, or the store was closed meanwhile.
+        """
         (_, handle) = self._lease.part(index, index + 1)[0]
-        data = self._store.host.buffer(handle)[: handle.nbytes]
+        try:
+            data = self._store.host.buffer(handle)[: handle.nbytes]
+        except LeaseError:
+            return None
         if handle.fmt != _RAW:
             decoded = memoryview(bytearray(self._layout.block_bytes()))
             try:

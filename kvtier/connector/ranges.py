@@ -1,19 +1,21 @@
 """Ranges: blocks between a store and memory of a host engine in which each lies in several pieces, in calls that wait.
 
-For engines that keep a host cache themselves, want tiers below it, and call from threads of their own. Where
-`Exchange` moves rows as jobs, a block here is its parts, and a part is a list of (address, bytes):
+For engines that keep a host cache themselves, want tiers below it, and call from threads of their own; for those that
+submit jobs and poll, `Exchange` has the threads. A block is its parts, and a part is a list of (address, bytes):
 
     part    [K of all layers][V of all layers]      or one range per layer, or one in all: the list says it
     save    ranges -> host, one copy -> the lower tiers, at the pace at which those take it
     load    lower tier -> host (verified) -> ranges, one copy
 
-The store's host tier is staging. What is late or hangs below touches the store's memory, never the engine's: a part
+The store's host tier is staging. A call goes in pieces that are a small share of it, so that one piece is read from the
+disk while another is copied. What is late or hangs below touches the store's memory, never the engine's: a part
 that did not arrive is left as it was, and no address is used after the call that it was given to.
 
 Blocks are stored as leaves (depth -1), also where the engine would tell their parents: host keeps chains closed, and
 one that is longer than the staging memory could not pass through it.
 """
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -24,7 +26,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.errors import CapacityError, ConfigError, FormatMismatch
+from kvtier.errors import CapacityError, ConfigError, FormatMismatch, LeaseError
 from kvtier.native.checksum import Bytes
 from kvtier.native.copying import copy_runs
 from kvtier.native.vectored import addresses
@@ -37,8 +39,8 @@ Part: TypeAlias = Sequence[tuple[int, int]]
 """Where one part of one block lies: address and bytes of each piece, in the order in which the part stores them."""
 
 _RAW = "raw"
-_PIECE_BYTES = 32 << 20
-# Of host, for one piece: two are loaded, one is saved, a quarter waits for lower tiers, and nothing is full.
+_PIECE_BYTES = 16 << 20
+# Of host, for one piece: two calls load, each a piece ahead, one saves, a quarter waits for lower tiers.
 _PIECES_IN_HOST = 8
 
 
@@ -99,6 +101,12 @@ class RangeTransfers:
         """Leading blocks that some tier has. A hint: no lease, no recency."""
         return len(self._store.find(keys, parts=self._parts).result().tiers)
 
+    def known(self, keys: Sequence[bytes]) -> int:
+        """Leading blocks that need no saving; for them this is a use, which renews their recency."""
+        known = self._store.wanted(keys, exact=self._exact, parts=self._parts)
+        self._store.renew(keys[: known * self._parts])
+        return known
+
     def load(self, keys: Sequence[bytes], targets: Sequence[Part]) -> int:
         """Fill the ranges with the longest leading run of blocks that arrives, verified.
 
@@ -123,7 +131,7 @@ class RangeTransfers:
         return done
 
     def save(self, keys: Sequence[bytes], sources: Sequence[Part]) -> int:
-        """Store blocks that are not there yet, parents first, no faster than the lower tiers take them.
+        """Store blocks that are not `known`, parents first, no faster than the lower tiers take them.
 
         Returns:
             How many leading blocks host has taken, or some tier had. A lower tier that does not get on ends it, and for
@@ -136,17 +144,22 @@ class RangeTransfers:
         blocks = len(keys) // self._parts
         # One after the other, so that what waits below is what is counted.
         with self._saving:
-            done = self._store.wanted(keys, exact=self._exact, parts=self._parts)
+            done = self.known(keys)
             while done < blocks:
                 at, end = done * self._parts, min(done + self._piece, blocks) * self._parts
-                if not self._gets_on((end - at) * self._part_bytes):
+                if not self._gets_on(max(self._store.options.writeback_bytes - (end - at) * self._part_bytes, 0)):
                     self._drop("lower_tiers_stuck", blocks - done)
                     break
-                good = self._put(keys[at:end], sources[at:end])
+                good = self._put_patiently(keys[at:end], sources[at:end])
                 done += good
                 if good * self._parts < end - at:
                     break
         return done
+
+    def settle(self) -> bool:
+        """Wait until lower tiers have taken or refused what was saved; False: one does not get on, as in `save`."""
+        with self._saving:
+            return self._gets_on(0)
 
     # ---- in pieces
 
@@ -174,14 +187,17 @@ class RangeTransfers:
             buffers = [self._store.host.buffer(handle) for _, handle in fetch.lease.part(0, good)]
             ours, theirs, sizes = _runs(addresses(list[Bytes](buffers)), targets[: len(buffers)])
             copy_runs(theirs, ours, sizes)
+        except LeaseError:
+            # The store was closed meanwhile.
+            return 0
         finally:
             self._store.release(fetch.lease)
         return good
 
-    def _gets_on(self, nbytes: int) -> bool:
-        """Wait until lower tiers have taken enough for so many bytes more; False: they do not get on."""
+    def _gets_on(self, most: int) -> bool:
+        """Wait until no more than `most` bytes wait for lower tiers; False: those do not get on."""
         store = self._store
-        if self._fits(nbytes):
+        if store.waiting_bytes <= most:
             return True
         start, before = monotonic(), self._written()
         if start < self._stuck_until and before == self._stuck_at:
@@ -189,21 +205,28 @@ class RangeTransfers:
         store.settle()
         # What is dropped makes room, too.
         in_vain = monotonic() - start >= store.options.load_deadline and self._written() == before
-        gets_on = self._fits(nbytes) and not in_vain
+        gets_on = store.waiting_bytes <= most and not in_vain
         if not gets_on:
             self._stuck_at, self._stuck_until = self._written(), monotonic() + store.options.breaker_pause
         return gets_on
-
-    def _fits(self, nbytes: int) -> bool:
-        waiting = self._store.waiting_bytes
-        return not waiting or waiting + nbytes <= self._store.options.writeback_bytes
 
     def _written(self) -> float:
         """Bytes that lower tiers have taken so far."""
         return sum(self._store.metrics.value("written_bytes_total", tier=tier.name) for tier in self._store.lower)
 
+    def _put_patiently(self, keys: Sequence[bytes], sources: Sequence[Part]) -> int:
+        """How many leading blocks host took. What waits for lower tiers is leased, and makes room once they have it."""
+        good = self._put(keys, sources)
+        at = good * self._parts
+        if at < len(keys) and self._gets_on(0):
+            good += self._put(keys[at:], sources[at:])
+        return good
+
     def _put(self, keys: Sequence[bytes], sources: Sequence[Part]) -> int:
-        rooms = self._rooms(len(keys))
+        if all(len(part) == 1 for part in sources):
+            # Copied and checksummed in one pass.
+            return self._stored(keys, [_bytes_at(*part[0]) for part in sources], ())
+        rooms = self._store.private.room([self._part_bytes] * len(keys))
         if not rooms:
             self._drop("no_room", len(keys) // self._parts)
             return 0
@@ -211,24 +234,26 @@ class RangeTransfers:
             buffers = [self._store.host.buffer(room)[: self._part_bytes] for room in rooms]
             ours, theirs, sizes = _runs(addresses(list[Bytes](buffers)), sources)
             copy_runs(ours, theirs, sizes)
-            refs = [BlockRef(key, self._ns, -1, None, self._exact) for key in keys]
-            items = list(zip(refs, buffers, strict=True))
-            outcomes = self._store.put_each(items, parts=self._parts, owned=rooms).result()
+            return self._stored(keys, buffers, rooms)
+        except LeaseError:
+            # The store was closed meanwhile.
+            return 0
         finally:
             self._store.private.give_up(rooms)
+
+    def _stored(self, keys: Sequence[bytes], buffers: Sequence[memoryview], owned: Sequence[Handle]) -> int:
+        items = [
+            (BlockRef(key, self._ns, -1, None, self._exact), data) for key, data in zip(keys, buffers, strict=True)
+        ]
+        outcomes = self._store.put_each(items, parts=self._parts, owned=owned).result()
         return next((at for at, outcome in enumerate(outcomes) if outcome == "dropped"), len(outcomes))
 
     def _drop(self, reason: str, blocks: int) -> None:
         self._store.metrics.dropped_blocks.labels(self._store.host.name, reason).inc(blocks)
 
-    def _rooms(self, parts: int) -> list[Handle]:
-        sizes = [self._part_bytes] * parts
-        rooms = self._store.private.room(sizes)
-        if not rooms:
-            # What waits for lower tiers is leased.
-            self._store.settle()
-            rooms = self._store.private.room(sizes)
-        return rooms
+
+def _bytes_at(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def _runs(

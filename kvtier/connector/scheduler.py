@@ -180,13 +180,14 @@ class TierScheduler:
         wait: seconds in which an answer is worth more than the caller's time.
         """
         state, first = self._loading.get(request.id), device_tokens // self._block_size
-        if state is not None and state.abandoned:
-            # An earlier life of this request (preempted while loading) has not let go of its blocks yet.
-            return Pending()
-        if state is not None and first < state.base - state.skipped:
-            # The device lost blocks since: there is a hole before what was leased.
+        if state is not None and (state.fetched is not None or first < state.base - state.skipped):
+            # It was given blocks for this already, and was preempted since; or the device lost blocks, and there is a
+            # hole before what was leased.
             self._let_go(request.id)
-            state = None
+            state = self._loading.get(request.id)
+        if state is not None and state.abandoned:
+            # An earlier life of this request has not let go of its blocks yet.
+            return Pending()
         if state is None and self._lookups.unanswered(request.id, first):
             return Pending()
         if state is None:

@@ -40,12 +40,19 @@ class RegionServer:
         regions: stay the caller's.
 
     Raises:
-        TierUnavailable: the socket cannot be made.
+        TierUnavailable: the socket cannot be made, or another server that is alive has the name.
     """
 
     def __init__(self, name: str, regions: Sequence[RegionShare]) -> None:
         self._regions = tuple(regions)
+        self._closing = False
         self.path = _socket_path(name)
+        if _knock(self.path) == 0:
+            # Workers could not tell whose memory they are given.
+            raise TierUnavailable(
+                f"socket {self.path}: another engine that is running has the name {name!r}; give each one a name of "
+                "its own (in vLLM: engine_id)"
+            )
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             _sweep(self.path.parent)
@@ -66,7 +73,11 @@ class RegionServer:
             try:
                 peer, _ = self._socket.accept()
             except OSError:
-                return
+                if self._closing:
+                    return
+                # A peer that gave up, or no file descriptor left for it: both pass.
+                sleep(_RETRY_SECONDS)
+                continue
             with peer, suppress(OSError, KVTierError):
                 peer.settimeout(_TALK_SECONDS)
                 if _user(peer) in (os.getuid(), 0):
@@ -74,6 +85,9 @@ class RegionServer:
 
     def close(self) -> None:
         """Give nothing any more. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -112,10 +126,21 @@ def _attach(path: Path) -> dict[int, AttachedRegion]:
 def _sweep(directory: Path) -> None:
     """Remove what processes that were killed left behind."""
     for path in directory.glob("*.sock"):
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        with suppress(OSError):
             # A young one may be about to listen.
-            if time() - path.stat().st_mtime > _LEFT_SECONDS and sock.connect_ex(str(path)) == errno.ECONNREFUSED:
+            if time() - path.stat().st_mtime > _LEFT_SECONDS and _knock(path) == errno.ECONNREFUSED:
                 path.unlink()
+
+
+def _knock(path: Path) -> int:
+    """What connecting to a socket gives: 0, or an error number."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(_TALK_SECONDS)
+        try:
+            return sock.connect_ex(str(path))
+        except OSError:
+            # Python's own, for a path that is too long.
+            return errno.ENAMETOOLONG
 
 
 def _user(sock: socket.socket) -> int:
@@ -125,9 +150,15 @@ def _user(sock: socket.socket) -> int:
 
 def _socket_path(name: str) -> Path:
     directory = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"kvtier-{os.getuid()}"
-    with suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    found = directory.lstat()
+    try:
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        found = directory.lstat()
+    except OSError as error:
+        raise TierUnavailable(
+            f"{directory}: {error}: expected a place for a directory of this user; XDG_RUNTIME_DIR or TMPDIR may name "
+            "another one"
+        ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise TierUnavailable(
             f"{directory}: mode {stat.filemode(found.st_mode)}, owner {found.st_uid}: expected a directory of this "

@@ -33,6 +33,7 @@ from kvtier.tiers import (
     Ticket,
     TierCaps,
     checksum_heads,
+    counted,
     expired,
 )
 
@@ -109,10 +110,7 @@ class HostTier:
     def acquire(
         self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None, *, exact: bool = False
     ) -> Ticket:
-        """See `Tier.acquire`: verifies the checksum of every block that it hands out.
-
-        The store's own work (`tiers.OWN_WORK`) renews no recency, and counts neither hits nor misses.
-        """
+        """See `Tier.acquire`: verifies the checksum of every block that it hands out."""
         if expired(deadline):
             return self._finish([Status.TIMEOUT] * len(keys))
         with self._timed("acquire"):
@@ -138,7 +136,7 @@ class HostTier:
         return self._finish([Status.OK] * good + [Status.MISS] * (len(keys) - good), handles)
 
     def _count_asked(self, asked: int, found: int, owner: Owner) -> None:
-        if not owner.startswith(OWN_WORK):
+        if counted(owner):
             self._count(self._metrics.hit_blocks, found)
             self._count(self._metrics.missed_blocks, asked - found)
 

@@ -136,7 +136,7 @@ def cpu(_: Subject) -> Iterator[Finding]:
         yield warning(
             "cpu",
             f"{what}; the compiled codecs are not installed: formats other than raw run in numpy, much slower",
-            "install with a C compiler at hand: pip install --no-binary kvtier kvtier",
+            "install kvtier again, from its sources and with a C compiler at hand",
         )
     else:
         yield ok("cpu", f"{what}; compiled codecs: {native.selected()}")

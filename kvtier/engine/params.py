@@ -83,7 +83,7 @@ class SamplingParams:
     speculate: bool = True
     sparse: Sparse | None = None
     accept_lossy: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._check_integers()

@@ -24,4 +24,4 @@ def require_events() -> None:
     try:
         import_module("zmq")
     except ImportError as error:
-        raise ConfigError(f"events: pyzmq is missing ({error}): install kvtier[events]") from error
+        raise ConfigError(f"events: pyzmq is missing ({error}): pip install 'kvtier[events]'") from error

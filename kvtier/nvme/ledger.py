@@ -11,8 +11,8 @@ unprepared  never used so far: all pages from `prepared` on     a number in `met
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 from kvtier.errors import FormatMismatch
 from kvtier.keys import STORE_KEY_BYTES, namespace_digest, namespace_index
@@ -35,6 +35,9 @@ _FLAGS_AT = 9
 _EXACT, _HAS_PARENT, _SPLIT = 1, 2, 4
 _NO_PARENT = bytes(STORE_KEY_BYTES)
 _MAX_FORMAT = 255
+_REMEMBERED = 1 << 16
+_Known = TypeVar("_Known", bytes, int)
+_Value = TypeVar("_Value", bytes, int)
 
 
 class Record(NamedTuple):
@@ -131,14 +134,15 @@ class Names:
         db: the database `names`.
     """
 
-    __slots__ = ("_db", "_formats", "_ids", "_namespaces")
+    __slots__ = ("_db", "_digests", "_formats", "_ids")
 
     def __init__(self, db: Any) -> None:
         self._db = db
-        # Committed ids never change, so they are remembered; those of a transaction under way are not.
+        # Committed ids never change, so they are remembered, as many as are of use; those of a transaction under way
+        # are not. Digests, not this process's indices: those change when a namespace is forgotten and comes again.
         self._ids: dict[bytes, int] = {}
         self._formats: dict[int, str] = {}
-        self._namespaces: dict[int, int] = {}
+        self._digests: dict[int, bytes] = {}
 
     def intern(self, txn: Any, name: bytes, fresh: set[bytes]) -> int:
         """The id of a name (its kind, `n` or `f`, and its value), given to it now if it has none.
@@ -155,7 +159,7 @@ class Names:
         if packed is not None:
             number = cast(int, _ID.unpack(packed)[0])
             if name not in fresh:
-                self._ids[name] = number
+                _remember(self._ids, name, number)
             return number
         kind, counter = name[:1], b"#" + name[:1]
         number = cast(int, _ID.unpack(txn.get(counter, _ID.pack(0), db=self._db))[0])
@@ -176,10 +180,16 @@ class Names:
 
     def namespace(self, txn: Any, number: int) -> int:
         """This process's index of the namespace behind a committed number."""
-        known = self._namespaces.get(number)
+        known = self._digests.get(number)
         if known is None:
-            known = self._namespaces[number] = namespace_index(self._value(txn, b"n", number))
-        return known
+            known = self._value(txn, b"n", number)
+            _remember(self._digests, number, known)
+        return namespace_index(known)
+
+    def number(self, txn: Any, name: bytes) -> int | None:
+        """The id of a name, if it has one; see `intern`."""
+        packed = txn.get(name, db=self._db)
+        return None if packed is None else cast(int, _ID.unpack(packed)[0])
 
     def namespaces(self, txn: Any) -> list[int]:
         """This process's indices of all namespaces that have a committed number."""
@@ -194,6 +204,12 @@ class Names:
 
     def _value(self, txn: Any, kind: bytes, number: int) -> bytes:
         return cast(bytes, txn.get(b"#" + kind + _ID.pack(number), db=self._db))
+
+
+def _remember(known: dict[_Known, _Value], name: _Known, value: _Value) -> None:
+    if len(known) >= _REMEMBERED:
+        known.clear()
+    known[name] = value
 
 
 class Ledger:
@@ -284,6 +300,11 @@ class Ledger:
     def namespaces(self) -> list[int]:
         """All namespaces that ever had a block here."""
         return self._names.namespaces(self.txn)
+
+    def numbers(self, namespaces: Collection[int]) -> dict[int, int]:
+        """The directory's ids of those namespaces of this process that have one, and which those are."""
+        found = {self._names.number(self.txn, b"n" + namespace_digest(index)): index for index in namespaces}
+        return {number: index for number, index in found.items() if number is not None}
 
     def fmt(self, record: Record) -> str:
         """A record's format id."""

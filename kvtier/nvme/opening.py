@@ -100,7 +100,7 @@ def _check_disk(path: Path, options: NvmeOptions) -> None:
     if free < options.min_free_bytes + _MIN_CAPACITY:
         raise CapacityError(
             f"{above} has {free} bytes free, {options.min_free_bytes} of them must stay free: "
-            "free some space, lower min_free_bytes or choose another disk"
+            "free some space, lower tiering.nvme.min_free or choose another disk"
         )
 
 

@@ -18,7 +18,7 @@ from kvtier.nvme.holds import NvmeHandle
 from kvtier.nvme.io import BlockIO, Transfer, transfers
 from kvtier.nvme.opening import Opened
 from kvtier.nvme.segments import SegmentLost
-from kvtier.tiers import OWN_WORK, Completions, Handle, Owner, Status, Ticket, checksum_heads, expired
+from kvtier.tiers import OWN_WORK, Completions, Handle, Owner, Status, Ticket, checksum_heads, counted, expired
 
 __all__ = ["Reader"]
 
@@ -71,7 +71,7 @@ class Reader:
                     break
             if not owner.startswith(OWN_WORK):
                 self._recency.renew(rows)
-        if not owner.startswith(OWN_WORK):
+        if counted(owner):
             self._counts.add(self._counts.metrics.hit_blocks, len(handles))
             self._counts.add(self._counts.metrics.missed_blocks, len(keys) - len(handles))
         missing = [Status.MISS] * (len(keys) - len(handles))

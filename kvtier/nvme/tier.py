@@ -15,11 +15,13 @@ durable=True                    every commit            every commit: bytes are 
 `flush` makes everything committed so far safe on the disk, but only a clean close says so in the directory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 from pathlib import Path
 
 from kvtier.events import EventLog
 from kvtier.hints import Hint
+from kvtier.keys import STORE_KEY_BYTES
 from kvtier.metrics import Metrics
 from kvtier.nvme.batch import Deadlines
 from kvtier.nvme.checking import check_directory
@@ -181,6 +183,22 @@ class NvmeTier:
         self._holds.require_open()
         self._space.clear(ns)
         return self._completions.finish(Ticket(), [Status.OK])
+
+    def holding(self, namespaces: Collection[int]) -> set[int]:
+        """Of which of these namespaces there are blocks; reads the whole index where one had some once."""
+        self._holds.require_open()
+        with self._index.read() as ledger:
+            absent = ledger.numbers(namespaces)
+        found: set[int] = set()
+        start = bytes(STORE_KEY_BYTES)
+        while start and absent:
+            # Some at a time: no transaction lasts for long.
+            with self._index.read() as ledger:
+                page = list(islice(ledger.records(start), DROPS))
+            there = absent.keys() & {record.ns for _, record in page}
+            found.update(absent.pop(number) for number in there)
+            start = page[-1][0] + b"\0" if len(page) == DROPS else b""
+        return found
 
     # ---- the whole
 

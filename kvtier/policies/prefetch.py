@@ -60,16 +60,19 @@ class NextTurn:
     Args:
         lead_seconds: how long before the expected turn its blocks are due.
         capacity: sessions that are remembered; the one whose turn is longest ago is forgotten first.
+        most_keys: likewise, of all sessions together.
 
     Raises:
         CapacityError: no session.
     """
 
-    def __init__(self, lead_seconds: float = 5.0, capacity: int = 10_000) -> None:
+    def __init__(self, lead_seconds: float = 5.0, capacity: int = 10_000, most_keys: int = 1 << 20) -> None:
         if capacity < 1:
             raise CapacityError(f"prefetch for {capacity} sessions: expected at least one")
         self._lead = lead_seconds
         self._capacity = capacity
+        self._most_keys = most_keys
+        self._count = 0
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._gaps: deque[float] = deque(maxlen=_ALL_GAPS)
         self._queue: list[tuple[float, str]] = []
@@ -81,13 +84,14 @@ class NextTurn:
         if state.last is not None:
             state.gaps.append(now - state.last)
             self._gaps.append(now - state.last)
+        self._count += len(keys) - len(state.keys)
         state.keys, state.last, state.due = keys, now, None
         gaps = state.gaps or self._gaps
         if gaps:
             state.due = now + max(median(gaps) - self._lead, 0.0)
             self._enqueue(state.due, session)
-        if len(self._sessions) > self._capacity:
-            self._sessions.popitem(last=False)
+        while len(self._sessions) > self._capacity or self._count > self._most_keys:
+            self._count -= len(self._sessions.popitem(last=False)[1].keys)
 
     def due(self, now: float) -> list[tuple[str, Sequence[bytes]]]:
         """See `PrefetchPolicy.due`."""
@@ -102,7 +106,8 @@ class NextTurn:
 
     def ended(self, session: str) -> None:
         """See `PrefetchPolicy.ended`."""
-        self._sessions.pop(session, None)
+        state = self._sessions.pop(session, None)
+        self._count -= 0 if state is None else len(state.keys)
 
     def _enqueue(self, at: float, session: str) -> None:
         heappush(self._queue, (at, session))

@@ -15,7 +15,7 @@ from kvtier.remote.batches import Batch, check_buffers, sizes_by_run
 from kvtier.remote.envelope import ENVELOPE_BYTES, Envelope, record_name, unpack
 from kvtier.remote.holds import RemoteHandle
 from kvtier.remote.state import State
-from kvtier.tiers import OWN_WORK, Handle, Owner, Status, Ticket, checksum_heads, expired
+from kvtier.tiers import Handle, Owner, Status, Ticket, checksum_heads, counted, expired
 
 __all__ = ["Reader"]
 
@@ -84,7 +84,7 @@ class Reader:
         except BaseException:
             self.release(handles)
             raise
-        if not owner.startswith(OWN_WORK):
+        if counted(owner):
             self._counts.looked_up(len(handles), len(keys) - len(handles))
         rest = [status] * (len(keys) - len(handles))
         return self._state.completions.finish(Ticket(), [Status.OK] * len(handles) + rest, handles)

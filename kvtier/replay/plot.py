@@ -20,7 +20,7 @@ def require_matplotlib() -> None:
     try:
         import_module("matplotlib")
     except ImportError as error:
-        raise ConfigError("plot: matplotlib is missing: install kvtier[plot]") from error
+        raise ConfigError("plot: matplotlib is missing: pip install 'kvtier[plot]'") from error
 
 
 def plot_outcomes(outcomes: Sequence[Outcome], path: Path, title: str) -> None:

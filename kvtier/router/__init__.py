@@ -28,4 +28,4 @@ def require_router() -> None:
         try:
             import_module(package)
         except ImportError as error:
-            raise ConfigError(f"router: {package} is missing: install kvtier[router]") from error
+            raise ConfigError(f"router: {package} is missing: pip install 'kvtier[router]'") from error

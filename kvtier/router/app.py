@@ -40,6 +40,7 @@ class Router:
 
     Raises:
         ModelError: there is no tokenizer in the directory that `router.tokenizer` names.
+        ConfigError: `router.ca_file` has no certificates.
     """
 
     def __init__(self, places: Sequence[Address], settings: RouterSettings) -> None:

@@ -67,14 +67,14 @@ class Prompt:
             return text_keys(self._text, f"{adapter}\0{self._salt or ''}")
         own = [adapter] if adapter else []
         extras: dict[int, bytes] = {}
-        if own:
-            extras = dict.fromkeys(range(len(self.tokens) // block_size), pack_extra(own))
-        if self._salt:
-            extras[0] = pack_extra([*own, self._salt])
         try:
+            if own:
+                extras = dict.fromkeys(range(len(self.tokens) // block_size), pack_extra(own))
+            if self._salt:
+                extras[0] = pack_extra([*own, self._salt])
             return token_keys(self.tokens, block_size, extras=extras)
         except (ValueError, OverflowError):
-            # Token ids that no model has: the engine will say so.
+            # Token ids that no model has, a salt that is no text: the engine will say so.
             return []
 
     @property

@@ -6,9 +6,11 @@ repeated: what was passed on cannot be taken back.
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from kvtier.config import RouterSettings
-from kvtier.errors import KVTierError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.http.access import note
 from kvtier.http.connection import while_connected
 from kvtier.router.fleet import Attempt, Engine, Fleet
@@ -58,6 +60,9 @@ class Proxy:
         fleet: the engines.
         settings: of the router.
         telemetry: where it counts.
+
+    Raises:
+        ConfigError: `router.ca_file` has no certificates.
     """
 
     def __init__(self, fleet: Fleet, settings: RouterSettings, telemetry: Telemetry) -> None:
@@ -68,6 +73,7 @@ class Proxy:
         # How long an answer takes is the client's matter; whether there is somebody, ours.
         self.client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=settings.connect_timeout),
+            verify=_authorities(settings.ca_file),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=1024, keepalive_expiry=30),
             trust_env=False,
         )
@@ -287,6 +293,13 @@ async def _whole(answer: httpx.Response) -> Response:
     return Response(
         content, answer.status_code, {name: answer.headers[name] for name in kept if name in answer.headers}
     )
+
+
+def _authorities(path: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:
+        raise ConfigError(f"router.ca_file = {path}: {error}: expected certificates as PEM") from error
 
 
 def _rows(models: httpx.Response) -> list[dict[str, Any]]:

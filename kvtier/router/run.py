@@ -4,6 +4,7 @@ import socket
 from collections.abc import Sequence
 
 from kvtier.http.draining import DrainingServer, adopt_log
+from kvtier.http.exposure import tls_options
 from kvtier.router.app import Router, make_app
 
 __all__ = ["RouterServer", "serve"]
@@ -19,7 +20,8 @@ class RouterServer(DrainingServer):
 
     def __init__(self, router: Router, api_keys: Sequence[str] = ()) -> None:
         fields: dict[str, object] = {"engines": [engine.url for engine in router.fleet.engines]}
-        super().__init__(make_app(router, api_keys), router, path="/v1", fields=fields)
+        options = tls_options(router.settings)
+        super().__init__(make_app(router, api_keys), router, path="/v1", fields=fields, **options)
         self._router = router
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

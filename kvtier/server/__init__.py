@@ -29,4 +29,4 @@ def require_server() -> None:
         try:
             import_module(package)
         except ImportError as error:
-            raise ConfigError(f"server: {package} is missing: install kvtier[server]") from error
+            raise ConfigError(f"server: {package} is missing: pip install 'kvtier[server]'") from error

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from kvtier.config import ServiceSettings, TieringSettings
 from kvtier.errors import ConfigError
 from kvtier.http.draining import DrainingServer, adopt_log
+from kvtier.http.exposure import tls_options
 from kvtier.http.listening import listen
 from kvtier.service.cache import Cache, Tokens
 from kvtier.service.data import DataServer
@@ -113,9 +114,7 @@ class CacheServer(DrainingServer):
     """
 
     def __init__(self, cache: Cache, tokens: Tokens, settings: ServiceSettings, data: DataServer) -> None:
-        options = connection_options(settings)
-        if settings.tls_cert is not None:
-            options |= {"ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key}
+        options = connection_options(settings) | tls_options(settings)
         super().__init__(
             make_app(cache, tokens, settings),
             _Ports(cache, data, settings.drain_timeout),

@@ -20,6 +20,9 @@ __all__ = ["open_store"]
 
 # A quarter of host may wait for NVMe: enough to ride out a slow disk, never enough to starve the cache.
 _WRITEBACK_SHARE = 4
+# Sessions' keys, 150 to 900 bytes each: of as many blocks as there may be, if none is smaller than this, within bounds.
+_SMALL_BLOCK = 16 << 10
+_FEWEST_KEYS, _MOST_KEYS = 1 << 14, 1 << 20
 
 
 def open_store(
@@ -66,7 +69,7 @@ def open_store(
             lower.append(_open_nvme(settings.nvme, metrics, events))
         if settings.remote is not None:
             lower.append(open_remote(settings.remote, metrics))
-        options = _options(settings, settings.host)
+        options = _options(settings, settings.host, limit)
         return TieredStore(host, lower, metrics=metrics, options=options, events=events, clock=clock)
     except BaseException:
         for tier in lower:
@@ -75,9 +78,10 @@ def open_store(
         raise
 
 
-def _options(settings: TieringSettings, host: HostSettings) -> StoreOptions:
+def _options(settings: TieringSettings, host: HostSettings, limit: int) -> StoreOptions:
     nvme, remote = settings.nvme, settings.remote
     lower = {"nvme": nvme, "remote": remote}
+    local = limit + (0 if nvme is None else nvme.capacity)
     rules = [tier.write for tier in (nvme, remote) if tier is not None and tier.write is not None]
     return StoreOptions(
         accept_lossy=settings.accept_lossy,
@@ -86,6 +90,7 @@ def _options(settings: TieringSettings, host: HostSettings) -> StoreOptions:
         write_rule=rules[0] if rules else "through",
         write_budget=None if nvme is None else nvme.write_budget,
         load_deadline=settings.load_deadline,
+        session_keys=_MOST_KEYS if remote else min(max(local // _SMALL_BLOCK, _FEWEST_KEYS), _MOST_KEYS),
         prefetch=NextTurn() if settings.prefetch == "next_turn" else NoPrefetch(),
     )
 

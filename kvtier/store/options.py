@@ -29,6 +29,7 @@ class StoreOptions:
             only. None: no limit.
         load_deadline: seconds after which a load that was given no deadline is a miss; close and flush wait as long
             for a tier that makes no progress.
+        session_keys: keys of which it is remembered to which session they belong; of those beyond it nobody knows.
         prefetch: what is brought to host before it is asked for.
         breaker_timeouts: consecutive timeouts after which a tier is skipped.
         breaker_pause: seconds until a skipped tier is tried again, doubled at every failure up to sixteen times.
@@ -41,6 +42,7 @@ class StoreOptions:
     write_rule: WriteRule = "through"
     write_budget: int | None = None
     load_deadline: float = 10.0
+    session_keys: int = 1 << 20
     prefetch: PrefetchPolicy = field(default_factory=NoPrefetch)
     breaker_timeouts: int = 3
     breaker_pause: float = 5.0
@@ -52,6 +54,7 @@ class StoreOptions:
             "writeback_bytes": self.writeback_bytes,
             "staging_bytes": self.staging_bytes,
             "load_deadline": self.load_deadline,
+            "session_keys": self.session_keys,
             "breaker_timeouts": self.breaker_timeouts,
             "breaker_pause": self.breaker_pause,
         }

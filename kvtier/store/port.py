@@ -18,7 +18,7 @@ from kvtier.store.lanes import Lane
 from kvtier.store.lookup import present
 from kvtier.store.options import StoreOptions
 from kvtier.store.staging import Staging
-from kvtier.tiers import Handle, Owner, Status, Tier, expired
+from kvtier.tiers import USED_ELSEWHERE, Handle, Owner, Status, Tier, expired
 
 __all__ = ["Port"]
 
@@ -137,6 +137,14 @@ class Port:
         """End leases; a tier that failed meanwhile has ended them already."""
         if handles:
             self.attempt("release", lambda: self.tier.release(handles), None)
+
+    def renew(self, keys: Sequence[bytes]) -> tuple[Handle, ...]:
+        """The leading run was used elsewhere: leased and given back, it is recent, and nobody's hit. What there is."""
+        if not self.breaker.due:
+            return ()
+        found = self.acquire(keys, USED_ELSEWHERE, checked=False)
+        self.release(found)
+        return found
 
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
         """Drop records; which of them were there."""

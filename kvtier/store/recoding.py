@@ -92,6 +92,11 @@ class Recoder:
                 raise ConfigError(f"namespace {ns} is registered with another layout: give each layout its own")
             self._namespaces[ns] = known
 
+    def forget(self, ns: int) -> None:
+        """See `TieredStore.forget`."""
+        with self._lock:
+            self._namespaces.pop(ns, None)
+
     def check(self, ref: BlockRef, nbytes: int, part: int, parts: int) -> None:
         """Refuse a raw block that is not one of its namespace.
 

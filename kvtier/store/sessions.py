@@ -9,7 +9,6 @@ from kvtier.policies.prefetch import NoPrefetch, PrefetchPolicy
 
 __all__ = ["SessionBook", "Turns"]
 
-_KEYS = 1 << 20
 _QUIET_SECONDS = 1.0
 
 
@@ -23,7 +22,7 @@ class SessionBook:
         limit: keys, of all sessions together; the session that was quiet longest is forgotten first.
     """
 
-    def __init__(self, limit: int = _KEYS) -> None:
+    def __init__(self, limit: int = 1 << 20) -> None:
         self._limit = limit
         self._lock = threading.Lock()
         self._keys: OrderedDict[str, dict[bytes, None]] = OrderedDict()

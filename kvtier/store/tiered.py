@@ -104,7 +104,7 @@ class TieredStore:
         self._promoter = Promoter(self._ports, host, inflight, self._recoder, self._placement, self.metrics)
         self._leases = Leases(self._ports)
         self._pins = Pins(gate, self.metrics, clock)
-        self._book = SessionBook()
+        self._book = SessionBook(options.session_keys)
         self._turns = Turns(options.prefetch, self._book, clock)
         # Puts keep their order, parents first.
         self._puts = Lane("kvtier-put", 1)
@@ -135,6 +135,10 @@ class TieredStore:
             FormatMismatch: a format has no encoding for this layout.
         """
         self._recoder.register(ns, layout, formats or {})
+
+    def forget(self, ns: int) -> None:
+        """Take `register` back, of a namespace of which no tier of this process holds anything any more. Idempotent."""
+        self._recoder.forget(ns)
 
     # ---- looking up
 
@@ -260,7 +264,8 @@ class TieredStore:
         """Bring blocks [start, stop) of a lease into host, leased there.
 
         Returns:
-            How many leading ones of them are now in host and verified. The lease keeps holding all of its blocks.
+            How many leading ones of them are now in host and verified (but those that an unchecked lease found there).
+            The lease keeps holding all of its blocks.
         """
         until = self._deadlines.absolute(deadline)
         steps = self._fetch(lease, start, stop, until)
@@ -401,6 +406,19 @@ class TieredStore:
         self._turns.end(session)
         own = self._book.end(session)
         self._hint(own, [Hint(reuse="none", session=session)] * len(own))
+
+    def renew(self, keys: Sequence[bytes]) -> None:
+        """The leading run of a chain was used by somebody who had it elsewhere: this is a use in every tier.
+
+        Returns at once. Remote tiers are not told.
+        """
+        if not keys:
+            return
+        chain, (gate, *below) = list(keys), self._ports
+        self._puts.submit(lambda: self._placement.used([Placed(one.ref, one.nbytes) for one in gate.renew(chain)]))
+        for port in below:
+            if not port.tier.caps.remote:
+                port.lookups.submit(partial(port.renew, chain))
 
     def demote(self, keys: Sequence[bytes]) -> None:
         """Have those of a chain's blocks that host holds written to the lower tiers that lack them. Returns at once.

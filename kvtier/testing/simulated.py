@@ -36,6 +36,7 @@ from kvtier.tiers import (
     Status,
     Ticket,
     TierCaps,
+    counted,
     expired,
 )
 
@@ -183,13 +184,12 @@ class SimulatedTier:
         """See `Tier.acquire`."""
         if expired(deadline):
             return self._finish([Status.TIMEOUT] * len(keys))
-        asked = not owner.startswith(OWN_WORK)
         with self._open():
-            handles = self._table.lease(keys, owner, exact=exact, renew=asked)
+            handles = self._table.lease(keys, owner, exact=exact, renew=not owner.startswith(OWN_WORK))
         for handle in handles:
             handle.checksum = b""  # the table's marks are no checksums
         missed = len(keys) - len(handles)
-        if asked:
+        if counted(owner):
             self._metrics.hit_blocks.labels(self.name).inc(len(handles))
             self._metrics.missed_blocks.labels(self.name).inc(missed)
         return self._finish([Status.OK] * len(handles) + [Status.MISS] * missed, handles)

@@ -24,7 +24,10 @@ TOLD = {
         ("last_turn", "setup", 'prompt = last_turn = "The harbour opens at six."'),
     ],
     "docs/client.md": [("", "elsewhere", "tests/unit/client/test_client_docs.py")],
-    "docs/vllm.md": [("vllm serve", "skip", "needs vLLM, which has an environment of its own: make test-vllm")],
+    "docs/vllm.md": [
+        (text, "skip", "needs vLLM, which has an environment of its own: make test-vllm")
+        for text in ("vllm serve", "cached_by_source")
+    ],
     "docs/rest.md": [("", "elsewhere", "tests/unit/service_rest/test_rest_docs.py")],
 }
 """The same for pages that are better without comments: of each block in which a text occurs."""
@@ -33,7 +36,7 @@ _FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>`{3,})(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)(?P=fence) *$",
     re.MULTILINE | re.DOTALL,
 )
-_TOLD = re.compile(r"((?:<!-- test: .*? -->\s*)+)\Z", re.DOTALL)
+_TOLD = re.compile(r"((?:<!-- test: (?:(?!-->).)*-->\s*)+)\Z", re.DOTALL)
 _ONE = re.compile(r"<!-- test: (skip|elsewhere|setup|output): (.*?) -->", re.DOTALL)
 
 

@@ -67,3 +67,8 @@ def test_links_out_of_docs_lead_to_pages_of_the_site(site: Path) -> None:
     text = (site / "service.html").read_text(encoding="utf-8")
     assert 'href="examples.html#kvtier-cache-service"' in text
     assert 'id="kvtier-cache-service"' in (site / "examples.html").read_text(encoding="utf-8")
+
+
+def test_links_are_named_after_pages_not_files(site: Path) -> None:
+    named = re.compile(r">([\w./-]+\.md)</a>")
+    assert {f"{page.name}: {name}" for page in pages(site) for name in named.findall(page.read_text("utf-8"))} == set()

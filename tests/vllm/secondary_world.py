@@ -23,22 +23,23 @@ BYTES = whole_blocks(PROMPTS) * BLOCK_BYTES
 """Of what can be loaded for them."""
 
 
-def nvme(directory: Path) -> dict[str, Any]:
+def nvme(directory: Path, capacity: int = 64 << 20, **settings: Any) -> dict[str, Any]:
     """Settings of a tier there, with less staging than the prompts need."""
-    return {"nvme": {"path": str(directory), "capacity": 64 << 20, "min_free": 0}, "host": {"capacity": 1 << 20}}
+    where = {"path": str(directory), "capacity": capacity, "segment_size": capacity, "min_free": 0}
+    return {"nvme": where, "host": {"capacity": 1 << 20}, **settings}
 
 
 class Tiered(Vllm):
-    """An engine with vLLM's own host tier and one secondary tier.
+    """An engine with vLLM's own host tier and secondary tiers.
 
     Args:
         model: directory.
-        tier: settings of `KVTierSecondaryTier`.
+        tiers: settings of a `KVTierSecondaryTier` each.
         host_bytes: of vLLM's host tier.
     """
 
-    def __init__(self, model: Path | str, tier: dict[str, Any], host_bytes: int = HOST_BYTES) -> None:
-        named = {"type": "KVTierSecondaryTier", "module_path": "kvtier_vllm.secondary", **tier}
+    def __init__(self, model: Path | str, *tiers: dict[str, Any], host_bytes: int = HOST_BYTES) -> None:
+        ours = {"type": "KVTierSecondaryTier", "module_path": "kvtier_vllm.secondary"}
         self.llm = LLM(
             str(model),
             dtype="float32",
@@ -49,7 +50,8 @@ class Tiered(Vllm):
             max_num_seqs=16,
             max_num_batched_tokens=512,
             num_gpu_blocks_override=64,
-            kv_transfer_config=KVTransferConfig(**transfer_config(host_bytes, named)),
+            disable_log_stats=False,
+            kv_transfer_config=KVTransferConfig(**transfer_config(host_bytes, *(ours | tier for tier in tiers))),
             seed=0,
         )
         self.engine = self.llm.llm_engine
@@ -57,23 +59,30 @@ class Tiered(Vllm):
         self.answers = {}
 
     @property
+    def tiers(self) -> list[Any]:
+        """Each `KVTierSecondaryTier`."""
+        return list(self.connector.scheduler.manager.secondary_tiers)
+
+    @property
     def tier(self) -> Any:
-        """The `KVTierSecondaryTier`."""
-        (tier,) = self.connector.scheduler.manager.secondary_tiers
+        """The only one."""
+        (tier,) = self.tiers
         return tier
 
     def settle(self) -> None:
         """Let everything that was computed reach every tier."""
         while self.scheduler.has_requests():
             self.step()
-        self.tier.drain_jobs()
+        for tier in self.tiers:
+            tier.drain_jobs()
         self.step()
 
     def forget_hosts(self) -> None:
         """Leave what was computed in the tiers below, nowhere above."""
         self.settle()
         assert self.llm.reset_prefix_cache(reset_connector=True)
-        self.tier.store.clear("host")
+        for tier in self.tiers:
+            tier.store.clear("host")
 
     def read_blocks(self, name: str = "nvme") -> int:
         """Blocks of vLLM's that were read and verified by a tier so far."""

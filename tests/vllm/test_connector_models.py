@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_llama import BLOCK_BYTES, VOCABULARY
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+)
 from vllm_world import BLOCK, Vllm, tokens_of
 
 SHARED = tokens_of(1800, 6 * BLOCK + 8)
@@ -59,6 +66,40 @@ def _deepseek(path: Path) -> Path:
     torch.manual_seed(0)
     DeepseekV2ForCausalLM(config).save_pretrained(path)
     return path
+
+
+def _gemma(path: Path) -> Path:
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    Gemma3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def test_layers_of_two_kinds_are_refused_with_the_option_that_helps(tmp_path):
+    model = _gemma(tmp_path / "model")
+    with Vllm(model) as plain:
+        expected = plain.tokens(PROMPTS, 40)
+    settings = {"host": {"capacity": "16MiB"}}
+    with pytest.raises(Exception, match=r"2 KV cache groups.*--disable-hybrid-kv-cache-manager"):
+        Vllm(model, settings)
+    with Vllm(model, settings, disable_hybrid_kv_cache_manager=True) as vllm:
+        assert vllm.tokens(PROMPTS, 40) == expected
+        vllm.only("host")
+        assert vllm.tokens(PROMPTS, 40) == expected
+        assert vllm.loaded() == {"host": LOADED * BLOCK_BYTES // 3 * 4}
+        vllm.check_at_rest()
 
 
 def test_what_a_sliding_window_saw_comes_back(tmp_path):

@@ -1,5 +1,6 @@
 """kvtier's tiers below vLLM's own host tier: the same tokens from each, read once, and nothing left behind."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,3 +53,22 @@ def test_an_abort_while_blocks_are_on_their_way_leaves_nothing_held(vllm, refere
     store = vllm.tier.store
     assert not any(store.stats()[tier.name]["leases"] for tier in store.tiers)
     assert vllm.tokens([prompt]) == expected
+
+
+def test_vllms_own_metrics_have_the_figures_of_the_store(vllm):
+    deadline = time.monotonic() + 30
+    metrics = vllm.tier.store.metrics
+    asked = {"written_bytes": {"tier": "nvme"}, "read_bytes": {"tier": "nvme"}, "occupied_bytes": {"tier": "nvme"}}
+    vllm.settle()
+    while True:
+        # They are told once a second, with a step.
+        vllm.tokens([tokens_of(40, 20)])
+        told = {name: vllm.metric(f"vllm:kvtier_secondary_{name}", **labels) for name, labels in asked.items()}
+        known = {
+            name: metrics.value(name if name == "occupied_bytes" else f"{name}_total", **labels)
+            for name, labels in asked.items()
+        }
+        if told == known or time.monotonic() > deadline:
+            break
+    assert told == known
+    assert all(known.values())

@@ -1,13 +1,10 @@
 """A load that fails after vLLM was promised its blocks, under both of vLLM's policies."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from vllm_world import BLOCK, Answer, Vllm, tiers, tokens_of
-
-from kvtier.hooks import Step, TransferPlan
 
 PREFIX = tokens_of(1300, 4 * BLOCK)
 PROMPTS = [
@@ -15,8 +12,6 @@ PROMPTS = [
     tokens_of(1302, 5 * BLOCK + 2),
     [*PREFIX, *tokens_of(1303, BLOCK + 1)],
 ]
-NOWHERE = 9999
-"""A region that no worker maps."""
 
 
 @pytest.fixture(scope="module", params=["recompute", "fail"])
@@ -29,24 +24,6 @@ def vllm(request: pytest.FixtureRequest, policy: str, tiny: Path) -> Iterator[Vl
     # What a load did not bring takes several steps to compute again.
     with Vllm(tiny, tiers(load=request.param), policy=policy, max_num_batched_tokens=BLOCK + 16) as vllm:
         yield vllm
-
-
-def spoil_next_load(vllm: Vllm, block: int) -> list[int]:
-    """The memory of one block of the next load is gone; jobs that this befell."""
-    hook, spoiled = vllm.connector._scheduler.hook, list[int]()
-    plan = hook.plan
-
-    def spoiling(step: Step) -> TransferPlan:
-        made = plan(step)
-        if spoiled or not made.loads:
-            return made
-        job, loads = next(iter(made.loads.items()))
-        bad = loads[block]._replace(span=loads[block].span._replace(region=NOWHERE))
-        spoiled.append(job)
-        return replace(made, loads={**made.loads, job: (*loads[:block], bad, *loads[block + 1 :])})
-
-    hook.plan = spoiling
-    return spoiled
 
 
 def check(answers: list[Answer], expected: list[list[int]], policy: str) -> None:
@@ -63,7 +40,7 @@ def test_one_failed_block(vllm, policy, reference, block):
     expected = reference(PROMPTS, 12)
     assert vllm.tokens(PROMPTS, 12) == expected
     vllm.only("host")
-    spoiled = spoil_next_load(vllm, block)
+    spoiled = vllm.spoil_next_load(block)
     answers = vllm.generate(PROMPTS, 12)
     assert len(spoiled) == 1
     check(answers, expected, policy)
@@ -78,7 +55,7 @@ def test_a_lone_request_whose_load_fails_ends(vllm, policy, reference):
     expected = reference(PROMPTS[:1], 12)
     vllm.tokens(PROMPTS[:1], 12)
     vllm.only("host")
-    assert spoil_next_load(vllm, 2) == []
+    assert vllm.spoil_next_load(2) == []
     (answer,) = vllm.generate(PROMPTS[:1], 12)
     assert answer.reason == ("length" if policy == "recompute" else "error")
     if policy == "recompute":
@@ -91,7 +68,7 @@ def test_aborted_while_its_failed_load_is_on_its_way(vllm, reference):
     expected = reference(PROMPTS, 12)
     vllm.tokens(PROMPTS, 12)
     vllm.only("host")
-    spoil_next_load(vllm, 1)
+    vllm.spoil_next_load(1)
     names = [vllm.submit(prompt, 12) for prompt in PROMPTS]
     vllm.step()
     vllm.abort(names)
@@ -106,7 +83,7 @@ def test_who_shares_a_failed_block_does_not_read_it(vllm, policy, reference):
     expected = reference(asked, 12)
     assert vllm.tokens(asked, 12) == expected
     vllm.only("host")
-    spoiled = spoil_next_load(vllm, 0)
+    spoiled = vllm.spoil_next_load(0)
     check(vllm.generate(asked, 12), expected, policy)
     assert len(spoiled) == 1
     vllm.check_at_rest()
@@ -117,7 +94,7 @@ def test_who_comes_after_a_failed_load_does_not_read_it(vllm, policy, reference)
     expected = reference(asked, 12)
     assert vllm.tokens(asked, 12) == expected
     vllm.only("host")
-    spoiled = spoil_next_load(vllm, 1)
+    spoiled = vllm.spoil_next_load(1)
     names = [vllm.submit(PROMPTS[0], 12)]
     while not spoiled:
         vllm.step()
@@ -131,7 +108,7 @@ def test_who_comes_after_an_aborted_failed_load_does_not_read_it(vllm, reference
     expected = reference(PROMPTS[:1], 12)
     assert vllm.tokens(PROMPTS[:1], 12) == expected
     vllm.only("host")
-    spoiled = spoil_next_load(vllm, 1)
+    spoiled = vllm.spoil_next_load(1)
     name = vllm.submit(PROMPTS[0], 12)
     while not spoiled:
         vllm.step()

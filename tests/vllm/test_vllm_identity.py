@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tiny_llama import save_llama
+from tiny_llama import save_adapter, save_llama
 from vllm.lora.request import LoRARequest
 from vllm_world import BLOCK, Vllm, tiers, tokens_of
 
@@ -45,6 +45,24 @@ def test_an_adapter_finds_its_own_blocks_only(tiny, tiny_adapters, tmp_path, ref
             assert vllm.loading(PROMPTS, lora=lora) == (answers, {"nvme": BLOCKS})
 
 
+def test_an_adapter_that_changes_under_its_path_finds_nothing(tiny, tmp_path):
+    options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    path, other = tmp_path / "adapter", tmp_path / "other"
+    for place, seed in ((path, 1), (other, 2)):
+        place.mkdir()
+        save_adapter(place, seed=seed)
+    with Vllm(tiny, **options) as plain:
+        expected = plain.tokens(PROMPTS, lora=LoRARequest("other", 1, str(other)))
+    with Vllm(tiny, tiers(), **options) as vllm:
+        vllm.tokens(PROMPTS, lora=LoRARequest("adapter", 1, str(path)))
+        vllm.only("host")
+        assert vllm.engine.remove_lora(1)
+        save_adapter(path, seed=2)
+        for _ in range(2):
+            assert vllm.loading(PROMPTS, lora=LoRARequest("adapter", 2, str(path))) == (expected, {})
+            vllm.only("host")
+
+
 @pytest.mark.parametrize("load", ["sync", "async", "auto"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_the_next_engine_finds_everything(tiny, tmp_path, reference, load, policy):
@@ -78,7 +96,9 @@ def test_the_same_weights_in_another_place_find_everything(written, tmp_path, re
         assert vllm.loading(PROMPTS) == (reference(PROMPTS, 8), {"nvme": BLOCKS})
 
 
-@pytest.mark.parametrize("options", [{"block_size": 2 * BLOCK}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"block_size": 2 * BLOCK}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}], ids=str
+)
 def test_another_layout_finds_nothing(written, tiny, options):
     with Vllm(tiny, **options) as plain:
         expected = plain.tokens(PROMPTS)

@@ -95,3 +95,21 @@ def test_two_workers_have_blocks_of_their_own(tiny, tmp_path, reference):
         assert double.call("metric", "vllm:kvtier_loaded_bytes", tier="host") == whole_blocks(prompts) * BLOCK_BYTES
         double.close()
     assert sound(directory)
+
+
+def test_rejected_draft_tokens_are_in_no_block(tiny, reference):
+    prompts = [tokens_of(980, 20) * 8, tokens_of(981, 3 * BLOCK + 5)]
+    expected = reference(prompts, 3 * BLOCK)
+    longer = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, expected, strict=True)]
+    answers = reference(longer, 8)
+    drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    # In a process of its own: after numba's, vLLM starts no other engine.
+    with Process(model=str(tiny), tiering=tiers(), speculative_config=drafts) as vllm:
+        assert vllm.call("tokens", prompts, 3 * BLOCK) == expected
+        counts = [vllm.call("metric", f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted")]
+        assert counts[0] - counts[1] > BLOCK
+        vllm.call("only", "host")
+        # All that was generated is asked for again: every block of it comes back.
+        assert vllm.call("loading", longer) == [answers, {"host": whole_blocks(longer)}]
+        vllm.call("check_at_rest")
+        vllm.close()

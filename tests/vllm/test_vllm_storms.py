@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,11 @@ def test_aborts_in_every_state(tiny, tmp_path, reference, load, policy):
                 state = dice.choice(sorted(set(states.values())))  # each as often as the others
                 victim = dice.choice([name for name in alive if states[name] == state])
                 met[state] += 1
-                vllm.abort([victim, *ended])  # of those that ended in this very step nobody knows any more
+                gone = [victim, *ended]  # of those that ended in this very step nobody knows any more
+                if dice.random() < 0.5:
+                    vllm.abort(gone)
+                else:
+                    vllm.within_next_step(partial(vllm.abort, gone))
                 prompt, so_far = asked.pop(victim), vllm.answers.pop(victim, NOTHING).tokens
                 assert so_far == expected[tuple(prompt)][: len(so_far)]
             if dice.random() < 0.05:

@@ -2,7 +2,8 @@
 
 import gc
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -15,10 +16,12 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, has_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
+from kvtier.hooks import Step, TransferPlan
 from kvtier.store import TieredStore
 
 BLOCK = 32  # tokens; the least that vLLM's CPU attention takes in fp32
 SETTLE_SECONDS = 30.0
+_NOWHERE = 9999  # a region that no worker maps
 
 
 def tiers(nvme: Path | None = None, *, host: str = "64MiB", **own: Any) -> dict[str, Any]:
@@ -162,6 +165,34 @@ class Vllm:
 
     def abort(self, names: Sequence[str]) -> None:
         self.engine.abort_request(list(names))
+
+    def within_next_step(self, act: Callable[[], None]) -> None:
+        """Act when the next step has run and the scheduler does not know yet what came of it: aborts are taken then."""
+        scheduler, update = self.scheduler, self.scheduler.update_from_output
+
+        def late(*arguments: Any) -> Any:
+            scheduler.update_from_output = update
+            act()
+            return update(*arguments)
+
+        scheduler.update_from_output = late
+
+    def spoil_next_load(self, block: int) -> list[int]:
+        """The memory of one block of the next load is gone; jobs that this befell."""
+        hook, spoiled = self.connector._scheduler.hook, list[int]()
+        plan = hook.plan
+
+        def spoiling(step: Step) -> TransferPlan:
+            made = plan(step)
+            if spoiled or not made.loads:
+                return made
+            job, loads = next(iter(made.loads.items()))
+            bad = loads[block]._replace(span=loads[block].span._replace(region=_NOWHERE))
+            spoiled.append(job)
+            return replace(made, loads={**made.loads, job: (*loads[:block], bad, *loads[block + 1 :])})
+
+        hook.plan = spoiling
+        return spoiled
 
     def forget(self) -> None:
         """Empty the device's prefix cache."""

@@ -96,7 +96,10 @@ def load_weights(source: Path) -> Weights:
     if source.is_dir():
         return SafetensorsWeights(source)
     if not source.is_file():
-        raise ModelError(f"model {source}: no such file or directory: expected a HF model directory or a .gguf file")
+        raise ModelError(
+            f"model {source}: no such file or directory: expected a HF model directory or a .gguf file; a model of the "
+            "hub is not fetched here: `hf download NAME --local-dir DIRECTORY` does it"
+        )
     from kvtier.engine.models.gguf_file import GGUFWeights  # noqa: PLC0415  # gguf is slow to import, and rarely needed
 
     return GGUFWeights(source)

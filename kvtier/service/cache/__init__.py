@@ -3,7 +3,7 @@
 cache           every verb, for every port; administration: those of admins
 callers         who calls, and with which scopes; tokens: their secrets
 tenant          one store per tenant; quotas: its share; state: what must outlive the process; files: whole or absent
-namespaces      what clients name blocks in, and what that is in a store
+namespaces      what clients name blocks in, and what that is in a store; leaving: those that ended
 reading, reads  blocks held in host, to be sent without a copy, and how they get there
 records, puts   blocks to be put, their outcomes, and their checks; pins and prefetches, kept in holding
 inflight        how many bytes calls hold

@@ -126,7 +126,7 @@ class Cache:
         tenant = self._tenant(caller, scope)
         check_name(name)
         # What a caller may not see is told apart from nothing by nobody.
-        space = tenant.space(name) if caller.sees(name) else None
+        space = tenant.use(name) if caller.sees(name) else None
         if space is None:
             raise ServiceError("unknown_namespace", f"namespace {name}: there is none of this name; create it first")
         return tenant, space

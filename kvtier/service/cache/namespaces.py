@@ -130,13 +130,17 @@ class OpenNamespace:
         spec: what it is.
         salt: the tenant's secret.
         created: seconds since 1970.
+
+    Attributes:
+        used: when it last was, by its tenant's clock; the tenant's to set.
     """
 
-    __slots__ = ("created", "indices", "masks", "spec")
+    __slots__ = ("created", "indices", "masks", "spec", "used")
 
     def __init__(self, spec: NamespaceSpec, salt: bytes, created: float) -> None:
         self.spec = spec
         self.created = created
+        self.used = 0.0
         layout = spec.layout
         fingerprint = _OPAQUE if layout is None else layout.fingerprint
         # The name is salted too: a token for one namespace must not reach another's blocks by naming an equal one.

@@ -18,6 +18,7 @@ _KEY_LENGTHS = set(range(STORE_KEY_BYTES, _LONGEST_KEY + 1))
 _DEEPEST = (1 << 31) - 1
 # On average, in a call of as many keys as there may be.
 _PARTS_PER_KEY = 16
+_LONGEST_SESSION = 128
 
 
 def check_keys(keys: Sequence[bytes], most: int, parts: int = 1) -> None:
@@ -104,7 +105,13 @@ def items(blocks: Sequence[BlockPut], space: OpenNamespace) -> tuple[list[tuple[
 
 
 def own_session(caller: Caller, hint: Hint) -> Hint:
-    """Who may use some namespaces only has sessions of its own: ending others' would touch others' blocks."""
+    """Who may use some namespaces only has sessions of its own: ending others' would touch others' blocks.
+
+    Raises:
+        ServiceError: invalid: a name that is longer than a store is to remember.
+    """
+    if hint.session is not None and len(hint.session) > _LONGEST_SESSION:
+        raise ServiceError("invalid", f"session of {len(hint.session)} characters: expected at most {_LONGEST_SESSION}")
     if hint.session is None or caller.namespaces is None:
         return hint
     return replace(hint, session=f"{caller.token}/{hint.session}")

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,6 +18,7 @@ from kvtier.policies import make_policy
 from kvtier.service.cache.errors import ServiceError
 from kvtier.service.cache.holding import Pins, Prefetches
 from kvtier.service.cache.inflight import InFlight
+from kvtier.service.cache.leaving import Leaving
 from kvtier.service.cache.namespaces import NamespaceInfo, NamespaceSpec, OpenNamespace
 from kvtier.service.cache.quotas import Quota, tiering_of
 from kvtier.service.cache.reading import Reading
@@ -72,6 +73,9 @@ class Tenant:
         self._state = state
         self._clock = clock
         self._most = settings.max_namespaces
+        self._idle = settings.namespace_idle
+        # Twice: a call may last so long, and what it began a little longer.
+        self._leaving = Leaving(self.store, 2 * settings.request_timeout, clock)
         # Two: to keep a namespace takes a disk's time, and no read waits for that.
         self._naming = threading.Lock()
         self._lock = threading.Lock()
@@ -108,14 +112,19 @@ class Tenant:
         self.traffic = TenantTraffic()
         self.parts: dict[int, tuple[OpenNamespace, int]] = {}
         for spec, created in known.namespaces.values():
-            self._enter(OpenNamespace(spec, known.salt, created))
+            space = OpenNamespace(spec, known.salt, created)
+            self._register(space)
+            self._enter(space)
 
-    def _enter(self, space: OpenNamespace) -> None:
+    def _register(self, space: OpenNamespace) -> None:
         for part, index in enumerate(space.indices):
             layout = space.layout(part)
             if layout is not None:
                 self.store.register(index, layout)
-            self.parts[index] = (space, part)
+
+    def _enter(self, space: OpenNamespace) -> None:
+        space.used = self._clock()
+        self.parts.update((index, (space, part)) for part, index in enumerate(space.indices))
         self.traffic.enter(space.spec.name)
         self._spaces[space.spec.name] = space
 
@@ -127,6 +136,13 @@ class Tenant:
     def space(self, name: str) -> OpenNamespace | None:
         """The namespace of this name; None: there is none."""
         return self._spaces.get(name)
+
+    def use(self, name: str) -> OpenNamespace | None:
+        """As `space`, for a call that it is made for."""
+        space = self._spaces.get(name)
+        if space is not None:
+            space.used = self._clock()
+        return space
 
     def names(self) -> list[str]:
         """Of all namespaces, sorted."""
@@ -148,18 +164,52 @@ class Tenant:
                     "conflict", f"namespace {spec.name} is there with another {other}: choose another name, or drop it"
                 )
             if known is not None:
+                known.used = self._clock()
                 return known
-            if len(self._spaces) >= self._most:
-                raise ServiceError("quota_exceeded", f"{self._most} namespaces: at most so many; drop one")
+            self._make_room()
             space = OpenNamespace(spec, self._known.salt, time.time())
-            for part, index in enumerate(space.indices):
-                layout = space.layout(part)
-                if layout is not None:
-                    self.store.register(index, layout)
-            self._keep({**self._known.namespaces, spec.name: (spec, space.created)})
+            try:
+                self._register(space)
+                self._keep({**self._known.namespaces, spec.name: (spec, space.created)})
+            except BaseException:
+                self._leaving.add(space)
+                raise
+            self._leaving.back(space)
             self._enter(space)
         self._size_policy()
         return space
+
+    def _make_room(self) -> None:
+        """For one namespace more, by letting go of one that nobody misses where there are as many as there may be."""
+        self._leaving.sweep()
+        if self._leaving.is_full:
+            raise ServiceError(
+                "busy", "namespaces come and go faster than they can be forgotten", retry_after=_RETRY_SECONDS
+            )
+        if len(self._spaces) < self._most:
+            return
+        idle = self._unused()
+        if idle is None:
+            raise ServiceError("quota_exceeded", f"{self._most} namespaces: at most so many; drop one")
+        self._end(idle)
+        self._left(idle)
+
+    def _unused(self) -> OpenNamespace | None:
+        """Of the namespaces that were not used for `service.namespace_idle` and hold nothing here, the oldest."""
+        if self._idle is None:
+            return None
+        before = self._clock() - self._idle
+        idle = sorted((one for one in self._spaces.values() if one.used <= before), key=lambda one: one.used)
+        held = self._held([index for one in idle for index in one.indices])
+        return next((one for one in idle if held.isdisjoint(one.indices)), None)
+
+    def _held(self, indices: Sequence[int]) -> set[int]:
+        """Those of which this service has blocks; what lies in a remote tier is found by whoever comes again."""
+        held = set(self.store.host.usage()).intersection(indices)
+        for tier in self.store.lower:
+            if isinstance(tier, NvmeTier):
+                held |= tier.holding(indices)
+        return held
 
     def clear(self, space: OpenNamespace) -> None:
         """Remove all of its blocks from every tier."""
@@ -175,14 +225,24 @@ class Tenant:
         with self._naming:
             if self._spaces.get(space.spec.name) is not space:
                 return
-            rest = {name: known for name, known in self._known.namespaces.items() if name != space.spec.name}
-            self._keep(rest)
-            self._spaces.pop(space.spec.name)
-            self.traffic.leave(space.spec.name)
-            self.clear(space)
-            # Only now: what was cleared is told in its name.
-            for index in space.indices:
-                self.parts.pop(index)
+            self._leaving.sweep()
+            self._end(space)
+            try:
+                self.clear(space)
+            finally:
+                # Only now: what was cleared is told in its name.
+                self._left(space)
+
+    def _end(self, space: OpenNamespace) -> None:
+        rest = {name: known for name, known in self._known.namespaces.items() if name != space.spec.name}
+        self._keep(rest)
+        self._spaces.pop(space.spec.name)
+        self.traffic.leave(space.spec.name)
+
+    def _left(self, space: OpenNamespace) -> None:
+        for index in space.indices:
+            self.parts.pop(index)
+        self._leaving.add(space)
 
     def _keep(self, namespaces: Mapping[str, tuple[NamespaceSpec, float]]) -> None:
         fresh = replace(self._known, namespaces=namespaces)

@@ -108,7 +108,11 @@ class _Windows:
 
     def _widen(self, reading: Reading) -> None:
         if reading.nbytes and reading.found:
-            self._session.typical[self._asked.ns] = reading.nbytes // reading.found
+            typical = self._session.typical
+            if len(typical) >= self._session.cache.settings.max_namespaces:
+                # Names come and go; those that are there now are learned again.
+                typical.clear()
+            typical[self._asked.ns] = reading.nbytes // reading.found
             self._count = max(1, min(2 * self._count, _WIDEST_BYTES * reading.found // reading.nbytes))
 
     def _result(self, future: "Future[Reading]", start: int, keys: Sequence[bytes]) -> Reading:

@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import ssl
 import threading
 import time
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from kvtier.config import ServiceSettings
 from kvtier.errors import ConfigError
+from kvtier.http.exposure import server_context
 from kvtier.service.cache import Cache, Tokens
 from kvtier.service.data.buffers import BufferPool
 from kvtier.service.data.connection import Connection
@@ -41,7 +41,7 @@ class DataServer:
     def __init__(self, cache: Cache, tokens: Tokens, settings: ServiceSettings) -> None:
         self._settings = settings
         self._port = Port(cache, tokens, settings, BufferPool(settings.inflight_bytes))
-        self._context = _context(settings)
+        self._context = server_context(settings, "service")
         self._listeners: list[socket.socket] = []
         self._acceptors: list[threading.Thread] = []
         self._connections: dict[Connection, threading.Thread] = {}
@@ -191,17 +191,3 @@ def _listen(host: str, port: int) -> socket.socket:
             f"service.host = {host!r}, service.data_port = {port}: {error.strerror}: choose others"
         ) from error
     return listener
-
-
-def _context(settings: ServiceSettings) -> ssl.SSLContext | None:
-    if settings.tls_cert is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(settings.tls_cert, settings.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"service.tls_cert = {settings.tls_cert}: {error}: name a PEM certificate and its key"
-        ) from error
-    return context

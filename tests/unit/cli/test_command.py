@@ -113,8 +113,8 @@ def test_config_json_is_one_object(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["konfig"], "No such command 'konfig'"),
-        (["config", "--jsn"], "No such option: --jsn"),
+        (["konfig"], "No such command 'konfig'. See `kvtier --help`."),
+        (["config", "--jsn"], "See `kvtier config --help`."),
         (["config", "surplus"], "surplus"),
         (["--config"], "requires an argument"),
         (["--config", "gone.toml", "config"], "config file gone.toml: No such file or directory"),

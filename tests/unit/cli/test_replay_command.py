@@ -106,14 +106,14 @@ def test_agents_and_a_picture(capsys, tmp_path):
 def test_a_missing_matplotlib_names_the_extra(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = run(capsys, MOONCAKE, "--plot", tmp_path / "a.png")
-    assert (code, out, err) == (2, "", "error: plot: matplotlib is missing: install kvtier[plot]\n")
+    assert (code, out, err) == (2, "", "error: plot: matplotlib is missing: pip install 'kvtier[plot]'\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["gone.jsonl"], "gone.jsonl: No such file or directory: expected a Mooncake JSONL file"),
-        ([MOONCAKE, "--capacity", "many"], "capacity 'many': expected a size"),
+        ([MOONCAKE, "--capacity", "many"], "capacity 'many': expected BLOCKS, SIZE or a share"),
         ([MOONCAKE, "--capacity", "1KiB"], "capacity '1KiB': less than one block of 64MiB"),
         ([MOONCAKE, "--capacity", "x%"], "capacity 'x%': expected BLOCKS, SIZE or a share"),
         ([MOONCAKE, "--capacity", "0"], "capacity-blocks 0: expected at least 1"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import httpx
 import pytest
 from client_world import LAYOUT, Service, blocks, serving
 
+import kvtier.client
 from kvtier.client import AsyncClient, Client, ClientOptions, Event, Gap
 from kvtier.client.errors import (
     Busy,
@@ -322,3 +324,10 @@ def _local() -> Any:
     from kvtier.service.cache import LOCAL
 
     return LOCAL
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "kvtier.client.client")
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(ImportError, match=r"httpx is missing: pip install 'kvtier\[client\]'"):
+        _ = kvtier.client.Client

@@ -87,6 +87,8 @@ def test_a_tier_can_be_switched_off_and_on_again_at_every_level(tmp_path_factory
 
 # What a section cannot be on without, and a setting not be set without.
 NEEDED = {
+    "router.tls_cert": {"router.tls_key": "/key"},
+    "router.tls_key": {"router.tls_cert": "/cert"},
     "service.tls_cert": {"service.tls_key": "/key"},
     "service.tls_key": {"service.tls_cert": "/cert"},
     "service.max_batch": {"service.inflight_bytes": "8GiB"},

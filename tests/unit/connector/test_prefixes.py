@@ -61,6 +61,19 @@ def test_what_was_put_is_held_and_read_in_place(store):
     assert nothing_is_held(store)
 
 
+def test_a_block_of_a_store_that_was_closed_meanwhile_is_a_miss(store):
+    prefixes = Prefixes(store, NAMESPACE, LAYOUT)
+    put(prefixes, 3)
+    with prefixes.hold(chain_of(12)) as held:
+        assert held.fetch(3) == 3
+        there = held.raw(0)
+        store.close()
+        assert held.raw(1) is None
+        # What was given out stays readable.
+        np.testing.assert_array_equal(np.frombuffer(there, np.float32), block(0))
+    assert put(prefixes, 3) == (0, 0, 3)
+
+
 def test_nothing_is_found_of_another_namespace_or_chain(store):
     put(Prefixes(store, NAMESPACE, LAYOUT), 3)
     with Prefixes(store, Namespace("other", LAYOUT.fingerprint), LAYOUT).hold(chain_of(12)) as held:

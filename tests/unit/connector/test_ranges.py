@@ -12,9 +12,10 @@ from kvtier.connector.ranges import Part, RangeTransfers
 from kvtier.cpu import HostTier
 from kvtier.errors import CapacityError, ConfigError, FormatMismatch
 from kvtier.metrics import Metrics
+from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.store import StoreOptions, TieredStore
 from kvtier.tiers import Handle, Ticket, Tier, TierCaps
-from tests.store_world import BLOCK, NS, content, held, key, keys, memory_tier, nothing_is_held
+from tests.store_world import BLOCK, NS, content, held, holds_nothing_soon, key, keys, memory_tier
 
 HOST_BLOCKS = 16
 PIECES = 3
@@ -51,14 +52,6 @@ def store_over(
 ) -> TieredStore:
     options = {"writeback_bytes": host_blocks * BLOCK // 4} | options
     return TieredStore(HostTier(host_blocks * BLOCK), lower, metrics=metrics, options=StoreOptions(**options))
-
-
-def holds_nothing_soon(store: TieredStore) -> bool:
-    """What was read ahead of a run that ended early arrives, and is let go of."""
-    until = time.monotonic() + 10
-    while not nothing_is_held(store) and time.monotonic() < until:
-        time.sleep(0.01)
-    return nothing_is_held(store)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -107,6 +100,65 @@ def test_what_is_there_is_not_written_again():
     before = store.metrics.value("put_blocks_total", outcome="stored")
     assert moves.save(keys("chain", 8), there.parts(0, 8)) == 8
     assert store.metrics.value("put_blocks_total", outcome="stored") == before == 8
+    store.close()
+
+
+def test_what_is_saved_again_was_used_and_outlives_what_was_not(tmp_path):
+    metrics = Metrics()
+    below = NvmeTier(tmp_path, 1 << 20, NvmeOptions(segment_bytes=1 << 20, min_free_bytes=0), metrics=metrics)
+    store = store_over([below], metrics=metrics)
+    count = (1 << 20) // BLOCK // 3 - 1
+    moves = RangeTransfers(store, NS, BLOCK)
+    there = Memory(count)
+    for turn in range(6):
+        for chain in ("hot", turn):
+            there.fill(keys(chain, count))
+            assert moves.save(keys(chain, count), there.parts(0, count)) == count
+            # After what was sent to the lower tier's threads.
+            for _ in range(2):
+                store.release(store.acquire([key("nothing", 0)], "test").result())
+        store.settle()
+        store.clear("host")
+    assert held(below, keys("hot", count)) == [True] * count
+    assert not any(held(below, keys(0, count)))
+    assert store.metrics.value("written_bytes_total", tier="nvme") == 7 * count * BLOCK, (
+        "nothing was lost and stored again"
+    )
+    assert store.metrics.value("hit_blocks_total", tier="nvme") == 0, "nobody was served from there"
+    store.close()
+
+
+class SlowTier(HostTier):
+    """Takes its time to write."""
+
+    def __init__(self) -> None:
+        super().__init__(64 * BLOCK, name="slow")
+
+    def write(self, pairs: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
+        time.sleep(0.02)
+        return super().write(pairs, deadline)
+
+
+@pytest.mark.parametrize(("pieces", "free"), [(1, 2), (PIECES, 4)])
+def test_where_host_is_full_of_what_waits_it_is_waited_for(pieces, free):
+    below = SlowTier()
+    store = store_over([below])
+    moves = RangeTransfers(store, NS, BLOCK)
+    memory = Memory(HOST_BLOCKS)
+    others = keys("others", HOST_BLOCKS - free)
+    memory.fill(others)
+    assert moves.save(others, memory.parts(0, len(others))) == len(others)
+    store.settle()
+    lease = store.acquire(others, "test").result()
+    assert len(lease) == len(others)
+    names = keys("chain", 8)
+    rows = np.stack([np.frombuffer(content(name), np.uint8) for name in names])
+    memory.fill(names)
+    whole: list[Part] = [[(row.ctypes.data, BLOCK)] for row in rows]
+    assert moves.save(names, whole if pieces == 1 else memory.parts(0, 8)) == 8
+    store.settle()
+    assert all(held(below, names))
+    store.release(lease)
     store.close()
 
 
@@ -196,3 +248,23 @@ def test_nothing_is_nothing():
     moves = RangeTransfers(store, NS, BLOCK)
     assert (moves.present([]), moves.load([], []), moves.save([], [])) == (0, 0, 0)
     store.close()
+
+
+@pytest.mark.parametrize("verb", ["load", "save"])
+def test_a_store_that_is_closed_in_the_middle_of_a_call_ends_it(verb, monkeypatch):
+    store = store_over([memory_tier(8)])
+    moves, names, memory = RangeTransfers(store, NS, BLOCK), keys("chain", 4), Memory(4)
+    if verb == "load":
+        memory.fill(names)
+        assert moves.save(names, memory.parts(0, 4)) == 4
+        store.settle()  # or a thread of its own comes by `closed_before`
+        memory = Memory(4)
+    buffer = store.host.buffer
+
+    def closed_before(handle: Handle) -> memoryview:
+        store.close()
+        return buffer(handle)
+
+    monkeypatch.setattr(store.host, "buffer", closed_before)
+    assert getattr(moves, verb)(names, memory.parts(0, 4)) == 0
+    assert memory.untouched(0)

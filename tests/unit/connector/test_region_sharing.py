@@ -112,3 +112,53 @@ def test_a_socket_left_behind_is_replaced(staging):
         assert attach("engine", 10)
     finally:
         server.close()
+
+
+def test_a_name_that_a_living_engine_has_is_refused(staging):
+    first = RegionServer("engine", staging.regions())
+    try:
+        with pytest.raises(TierUnavailable, match=r"another engine .* 'engine'.*engine_id"):
+            RegionServer("engine", staging.regions())
+        assert attach("engine", 10)
+    finally:
+        first.close()
+    second = RegionServer("engine", staging.regions())
+    try:
+        first.close()
+        assert attach("engine", 10)
+    finally:
+        second.close()
+
+
+def test_a_place_that_is_not_there_is_an_error_that_names_it(staging, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    for place in ("nowhere", "file"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / place))
+        for ask in (lambda: RegionServer("engine", staging.regions()), lambda: attach("engine", 0)):
+            with pytest.raises(TierUnavailable, match=f"{place}.*XDG_RUNTIME_DIR"):
+                ask()
+
+
+def test_a_server_outlives_a_shortage_of_descriptors(staging, monkeypatch):
+    server = RegionServer("engine", staging.regions())
+    try:
+        # What it waits in now is the kernel's; the next one has none left.
+        real, refused = server._socket.accept, []
+
+        class Short:
+            def accept(self):
+                if len(refused) < 3:
+                    refused.append(1)
+                    raise OSError(24, "Too many open files")
+                return real()
+
+            def __getattr__(self, name):
+                return getattr(server_socket, name)
+
+        server_socket = server._socket
+        server._socket = Short()
+        assert attach("engine", 10)
+        assert attach("engine", 10)
+        assert refused
+    finally:
+        server.close()

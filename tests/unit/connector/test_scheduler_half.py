@@ -179,6 +179,25 @@ def test_preempted_while_copying_and_asked_again(half: TierScheduler, store: Tie
     half.finished("second", "abort")
 
 
+@pytest.mark.parametrize("device_tokens", [0, 4])
+def test_asked_again_while_copying_without_a_word_of_preemption(
+    half: TierScheduler, store: TieredStore, device_tokens: int
+) -> None:
+    save(half, FIRST, [5, 6, 7, 8])
+    assert stored(store, FIRST) == 3
+    assert answer(half, SECOND, 4) == Match(8)
+    half.allocated(SECOND, [20, 21, 22, 23], 8)
+    plan = load_plan(half)
+    # Its bytes are on their way into blocks that it has no more.
+    assert isinstance(half.match(SECOND, device_tokens), Pending)
+    assert finish(half, plan).loaded == {}
+    assert answer(half, SECOND, device_tokens) == Match(12 - device_tokens)
+    half.allocated(SECOND, [30, 31, 32, 33], 12 - device_tokens)
+    again = load_plan(half)
+    assert [copy.block_id for copy in next(iter(again.loads.values()))] == [30, 31, 32][device_tokens // 4 :]
+    assert finish(half, again).loaded == {"second": (12, True)}
+
+
 @pytest.mark.parametrize("order", [("load", "save"), ("save", "load"), ("both",)])
 def test_abort_with_load_and_save_pending_frees_once(
     half: TierScheduler, store: TieredStore, order: tuple[str, ...]

@@ -198,6 +198,9 @@ def test_hints_sessions_and_stats(client: DataClient, ns: str) -> None:
     client.end_session("talk")
     with pytest.raises(Invalid, match="dead_from_depth"):
         client.hint(ns, keys, dead_from_depth=-1)
+    for call in (lambda: client.end_session("s" * 129), lambda: client.hint(ns, keys, Hint(session="s" * 129))):
+        with pytest.raises(Invalid, match="session of 129 characters"):
+            call()
     stats = client.stats()
     assert {tenant["name"] for tenant in stats["tenants"]} == {"red", "blue"}
     counts = client.namespace(ns).counts

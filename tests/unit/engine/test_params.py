@@ -59,6 +59,10 @@ def test_options_below_one_are_refused_by_name(field: str) -> None:
         EngineOptions(**{field: 0})
 
 
+def test_a_salt_is_a_secret_that_no_log_line_shows() -> None:
+    assert "hidden" not in repr(SamplingParams(cache_salt="hidden"))
+
+
 def test_two_pool_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
         EngineOptions(num_blocks=4, memory_bytes=1 << 20)

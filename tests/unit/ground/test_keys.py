@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import RequestError
-from kvtier.keys import Chain, Namespace, encode_extra, namespace_digest, namespace_index, store_keys
+from kvtier.keys import Chain, Namespace, encode_extra, forget_namespace, namespace_digest, namespace_index, store_keys
 
 
 def chained(tokens: list[int], block_size: int, extras: dict[int, bytes] | None = None) -> list[bytes]:
@@ -163,3 +163,14 @@ def test_namespace_registry() -> None:
     assert first != second
     assert namespace_index(b"a" * 32) == first
     assert namespace_digest(second) == b"b" * 32
+
+
+def test_an_index_that_was_forgotten_is_nobodys() -> None:
+    first, second = namespace_index(b"c" * 32), namespace_index(b"d" * 32)
+    forget_namespace(first)
+    forget_namespace(first)
+    with pytest.raises(IndexError):
+        namespace_digest(first)
+    again = namespace_index(b"c" * 32)
+    assert again not in (first, second)
+    assert (namespace_digest(again), namespace_digest(second)) == (b"c" * 32, b"d" * 32)

@@ -61,3 +61,15 @@ def test_memory_is_bounded() -> None:
         policy.turn_ended(f"s{turn % 30}", KEYS, turn)
     assert len(policy._sessions) <= 10
     assert len(policy._queue) <= 21
+
+
+def test_so_are_the_keys_of_all_sessions_together() -> None:
+    policy = NextTurn(lead_seconds=0, most_keys=100)
+    for turn in range(300):
+        policy.turn_ended(f"s{turn % 30}", [bytes([at]) for at in range(turn % 50)], turn)
+        if turn % 7 == 0:
+            policy.ended(f"s{turn % 30}")
+        held = sum(len(state.keys) for state in policy._sessions.values())
+        assert held == policy._count <= 100
+    policy.turn_ended("longer than may be", [bytes([at]) for at in range(101)], 300)
+    assert policy._sessions == {}

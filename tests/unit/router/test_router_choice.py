@@ -156,7 +156,7 @@ def test_salts_and_adapters_separate_prompts() -> None:
         {"prompt": [[]]}, {"prompt": [True]}, {"prompt": [1.5]}, {"prompt": [[["x"]]]}, {"messages": 7},
         {"messages": [7]}, {"messages": []},
         {"prompt": 5, "model": 7, "cache_salt": []}, {"prompt": [-1] * 64}, {"prompt": [2**80] * 64},
-        {"prompt": "\ud800" * 99},
+        {"prompt": "\ud800" * 99}, {"prompt": [1] * 64, "cache_salt": "\ud800"},
     ],
 )  # fmt: skip
 def test_whatever_a_body_says_it_has_a_prompt(body: Any) -> None:

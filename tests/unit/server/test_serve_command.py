@@ -62,4 +62,4 @@ def test_without_its_packages_the_extra_is_named():
     code = "import sys; sys.modules['fastapi'] = None; from kvtier.cli import main; sys.exit(main(['serve']))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
-    assert result.stderr == "error: server: fastapi is missing: install kvtier[server]\n"
+    assert result.stderr == "error: server: fastapi is missing: pip install 'kvtier[server]'\n"

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from cache_world import BLOCK, LAYOUT, OPAQUE, OWNER, blocks, chain, open_cache, put
+from cache_world import BLOCK, LAYOUT, OPAQUE, OWNER, blocks, caller, chain, open_cache, put
 
 from kvtier.config import load_config
 from kvtier.errors import ConfigError
@@ -254,3 +254,37 @@ def test_limits_that_contradict_each_other_are_refused():
         load_config({"service": {"max_batch": "2GiB"}}, environ={}, search=False)
     with pytest.raises(ConfigError, match="belong together"):
         load_config({"service": {"tls_cert": "a.pem"}}, environ={}, search=False)
+
+
+@pytest.mark.parametrize("namespaces", [None, ("*",)])
+def test_a_sessions_name_is_bounded_on_every_way(cache, namespaces):
+    who, long = caller(namespaces=namespaces), "s" * 129
+    ways = [
+        lambda name: put_hinted(cache, who, name),
+        lambda name: cache.hint(who, "blocks", chain(1), RequestHints(session=name)),
+        lambda name: cache.end_session(who, name),
+    ]
+    for way in ways:
+        with pytest.raises(ServiceError, match="session of 129 characters: expected at most 128") as caught:
+            way(long)
+        assert caught.value.code == "invalid"
+        assert cache.stats(LOCAL).tenants[0].tiers["store"]["sessions"] == 0
+    for way in ways:
+        way(long[1:])
+
+
+def put_hinted(cache, who, name):
+    hint = RequestHints(session=name).at(0)
+    assert cache.put(who, "blocks", [one(hint=hint)]).result(10) == [PutOutcome.STORED]
+
+
+def test_a_tenants_book_of_sessions_is_as_large_as_its_quota():
+    opened = open_cache(service={"max_batch_keys": 1 << 14})
+    opened.create_namespace(LOCAL, OPAQUE)
+    for turn in range(3):
+        # Keys that hold nothing cost the caller nothing, and are remembered all the same.
+        for at in range(2):
+            opened.hint(LOCAL, "blocks", chain(1 << 12, f"{turn}/{at}"), RequestHints(session=f"{turn}/{at}"))
+    # Four of 4096 keys are what a quota of a few blocks may have remembered.
+    assert opened.stats(LOCAL).tenants[0].tiers["store"]["sessions"] == 4
+    opened.close()

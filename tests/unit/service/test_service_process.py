@@ -44,21 +44,24 @@ def test_on_loopback_nothing_is_needed():
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
-def test_off_loopback_tokens_and_tls_are_needed(host, tmp_path, pem):
+def test_off_loopback_tokens_and_tls_are_needed(host, tmp_path, authority):
+    files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
     tokens = tmp_path / "tokens.json"
     with pytest.raises(ConfigError, match=r"service\.tokens is none.*kvtier cache token create"):
         check(host=host)
     with pytest.raises(ConfigError, match=r"service\.tokens is none"):
-        check(host=host, tls_cert=pem, tls_key=pem, allow_plaintext=True)
+        check(host=host, **files, allow_plaintext=True)
     with pytest.raises(ConfigError, match=r"there is no TLS.*service\.allow_plaintext"):
         check(host=host, tokens=tokens)
     check(host=host, tokens=tokens, allow_plaintext=True)
-    check(host=host, tokens=tokens, tls_cert=pem, tls_key=pem)
+    check(host=host, tokens=tokens, **files)
 
 
 def test_what_cannot_work_is_refused(tmp_path, pem):
     with pytest.raises(ConfigError, match="no such file"):
         check(tls_cert=tmp_path / "none.pem", tls_key=pem)
+    with pytest.raises(ConfigError, match=r"service\.tls_cert = .*any\.pem.*without a passphrase"):
+        check(tls_cert=pem, tls_key=pem)
     with pytest.raises(ConfigError, match="which tenant a caller is of"):
         check(tenants=pem)
     with pytest.raises(ConfigError, match="name an address of this machine"):

@@ -61,6 +61,14 @@ def test_what_makes_no_sense_is_refused_before_anything_is_made(
     assert not (tmp_path / "nvme").exists()
 
 
+@pytest.mark.parametrize(("capacity", "keys"), [("4MiB", 1 << 14), ("504MiB", 1 << 15)])
+def test_sessions_are_remembered_of_as_many_blocks_as_there_may_be(tmp_path: Path, capacity: str, keys: int) -> None:
+    store = open_store(settings(tmp_path, {"capacity": capacity}, {}))
+    assert isinstance(store, TieredStore)
+    with contextlib.closing(store):
+        assert store.options.session_keys == keys
+
+
 def test_off_is_off() -> None:
     assert open_store(load_config({"tiering": {"host": None}}, environ={}, search=False).config.tiering) is None
 

@@ -123,7 +123,21 @@ def test_pools_that_cannot_be_stored_are_refused():
         geometry_of(FakePool("page_head", heads=3), FakeRank(tp_lcm_size=2, should_split_heads=True))
 
 
-def test_half_a_page_is_refused():
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        (torch.arange(3), "expected whole pages of 4"),
+        (torch.arange(2, 6), "expected whole pages of 4"),
+        (torch.tensor([0, 1, 3, 2]), "expected whole pages of 4"),
+        (torch.tensor([0, 4, 8, 12]), "expected whole pages of 4"),
+        (torch.arange(8).reshape(2, 4), r"token slots \(2, 4\)"),
+        (torch.arange(4.0), "of float32"),
+        (torch.arange(48, 52), r"48\.\.51: the host pool has 48"),
+        (torch.arange(-4, 0), r"-4\.\.-1: the host pool has 48"),
+    ],
+)
+def test_what_is_no_page_of_the_pool_is_refused_and_has_no_address(indices, message):
     geometry = geometry_of(FakePool("page_first"), FakeRank())
-    with pytest.raises(FormatMismatch, match="3 token slots: expected whole pages of 4"):
-        geometry.in_pool(torch.arange(3))
+    with pytest.raises(FormatMismatch, match=message):
+        geometry.in_pool(indices)
+    assert geometry.in_pool(torch.empty(0, dtype=torch.long)) == []

@@ -1,5 +1,7 @@
 """One rank's pages go down to a real disk and come back with the same bits, or are reported missing."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from kvtier_sglang.geometry import geometry_of
 from kvtier_sglang.pages import PageStore
 from kvtier_sglang.settings import read_settings
 
-from kvtier.errors import CapacityError, KVTierError
+from kvtier.errors import CapacityError, FormatMismatch, KVTierError
 from tests.sglang_world import MHA_LAYOUTS, MLA_LAYOUTS, FakePool, FakeRank, hashes, slots
 
 POOLS = [(layout, False) for layout in MHA_LAYOUTS] + [(layout, True) for layout in MLA_LAYOUTS]
@@ -180,7 +182,9 @@ def test_a_target_that_is_no_page_ends_the_run_and_is_left_alone(tmp_path):
     pages.close()
 
 
-@pytest.mark.parametrize("name", ["", "xyz", "00" * 31, "00" * 33, "g" * 64, "ab " * 32, "0" * 64 + ".mamba"])
+@pytest.mark.parametrize(
+    "name", ["", "xyz", "00" * 31, "00" * 33, "g" * 64, "ab " * 32, "\t\t" + "0" * 62, "0" * 64 + ".mamba"]
+)
 def test_what_is_no_hash_is_missing_and_is_not_stored(tmp_path, name):
     pool, good = FakePool("page_first"), hashes("chain", 1)
     pages = opened(tmp_path, pool)
@@ -190,6 +194,70 @@ def test_what_is_no_hash_is_missing_and_is_not_stored(tmp_path, name):
     assert pages.present([name]) == 0
     assert counted(pages, "save", "bad_hash") == 1
     pages.close()
+
+
+def test_a_default_device_is_no_place_for_pages(tmp_path):
+    pool, names = FakePool("page_first"), hashes("chain", 1)
+    pool.fill(0, 0)
+    there, page = slots([0]), pool.get_data_page(0)
+    spread = torch.zeros(page.numel(), 2, dtype=page.dtype)[:, 0]
+    with torch.device("meta"):
+        pages = opened(tmp_path, pool)
+        assert pages.save(names, there) == [True]
+        assert pages.load_flat(names, [spread]) == [True]
+        pages.close()
+    assert torch.equal(spread, page)
+
+
+def test_as_many_hashes_as_pages_are_expected(tmp_path):
+    pool, names = FakePool("page_first"), hashes("chain", 2)
+    pages = opened(tmp_path, pool)
+    flat = [pool.get_dummy_flat_data_page() for _ in range(3)]
+    for move in (pages.save, pages.load):
+        for places in ([0], [0, 1, 2]):
+            with pytest.raises(FormatMismatch, match=f"2 hashes for {len(places)} pages"):
+                move(names, slots(places))
+    for move in (pages.save_flat, pages.load_flat):
+        for some in (flat[:1], flat):
+            with pytest.raises(FormatMismatch, match=f"2 hashes for {len(some)} pages"):
+                move(names, some)
+    assert pages.present(names) == 0
+    pages.close()
+
+
+def test_threads_at_once_get_right_pages_or_none(tmp_path):
+    """Loads, saves and clears of the same chains, through a host that holds a fraction of them, and a close at last."""
+    pool = FakePool("layer_first", pages=6 * 24)
+    pages = opened(tmp_path, pool, host="128KiB")
+    chains = [hashes(chain, 12) for chain in range(3)]
+    right, wrong = [], []
+
+    def worker(number):
+        mine = range(24 * number, 24 * number + 24)
+        for step in range(6):
+            names = chains[(number + step) % len(chains)]
+            for place, name in zip(mine[:12], names, strict=True):
+                pool.fill(place, name)
+            pages.save(names, slots(mine[:12]))
+            for place in mine[12:]:
+                pool.page(place).zero_()
+            arrived = pages.load(names, slots(mine[12:]))
+            for source, place, good in zip(mine[:12], mine[12:], arrived, strict=True):
+                expected = pool.bits(source) if good else bytes(pages.geometry.page_bytes)
+                if pool.bits(place) != expected:
+                    wrong.append((place, good))
+                elif good:
+                    right.append(place)
+            if number == 0 and step == 2:
+                pages.clear()
+            if number == 0 and step == 5:
+                pages.close()
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(worker, range(6)))
+    assert right
+    assert not wrong
+    assert pages.present(chains[0]) == 0
 
 
 def test_clear_takes_this_models_pages_and_no_others(tmp_path):

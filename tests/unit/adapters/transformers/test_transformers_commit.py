@@ -13,6 +13,7 @@ from transformers_world import (
     llama,
     opened,
     prompt,
+    warm,
 )
 
 from kvtier.errors import ModelError, RequestError
@@ -108,6 +109,26 @@ def test_one_row_that_cannot_be_stored_keeps_the_others_out_too(store, plain):
     assert store.stats()["host"]["blocks"] == 0
 
 
+def test_other_tokens_than_those_restored_are_refused(store, plain):
+    ids = prompt(LENGTH)
+    expected = warm(store, plain, ids)
+    cache = cache_for(store, ids, plain)
+    output = generated(plain, ids, cache=cache)
+    assert torch.equal(output, expected)
+    output[0, 3] = output[0, 3] % 9 + 1
+    with pytest.raises(RequestError, match="sequence 0 does not begin with the 28 tokens that were restored"):
+        cache.commit(output)
+    # Once they were cropped, what took their place is looked at.
+    cache.crop(3 - cache.get_seq_length())
+    assert cache.restored == (3,)
+    with torch.no_grad():
+        plain(output[:, 3:], cache=cache)
+    cache.commit(output)
+    assert_kv_is_the_models_own(cache_for(store, output, plain), plain, output)
+    with pytest.raises(RequestError, match="does not hold the KV"):
+        cache.commit(torch.cat([output[:, :20], prompt(22, seed=2)], 1))
+
+
 FED_OTHERWISE = {
     "another prompt": lambda model, ids, cache: model(prompt(LENGTH, seed=1), cache=cache),
     "one token": lambda model, ids, cache: model(torch.cat([ids[:, :9], ids[:, 10:11], ids[:, 10:]], 1), cache=cache),
@@ -133,7 +154,7 @@ def test_kv_of_other_tokens_than_the_prompts_is_found_out(fed, model):
         cache = cache_for(store, ids, model)
         with torch.no_grad():
             FED_OTHERWISE[fed](model, ids, cache)
-        with pytest.raises(RequestError, match="row 0 of the cache does not hold the KV of token"):
+        with pytest.raises(RequestError, match="the cache does not hold the KV of token"):
             cache.commit()
         assert store.stats()["host"]["blocks"] == 0
     finally:
@@ -145,7 +166,7 @@ def test_what_generate_fed_twice_is_found_out(how, store, plain):
     ids = prompt(LENGTH)
     cache = cache_for(store, ids, plain)
     generated(plain, ids, cache=cache)
-    with pytest.raises(RequestError, match="row 0 of the cache does not hold the KV of token"):
+    with pytest.raises(RequestError, match="the cache does not hold the KV of token"):
         cache.commit(generated(plain, ids, cache=cache, **how))
     # The prompt is in its place nevertheless.
     assert cache.commit() == (LENGTH // BLOCK, 0, 0)
@@ -180,6 +201,30 @@ def test_long_prompts_in_half_precision_are_what_they_are(kind):
         ids[0, 2300] += 1 if ids[0, 2300] < 60 else -1
         with pytest.raises(RequestError, match="as token 2300 of its sequence"):
             cache.commit(ids)
+    finally:
+        store.close()
+
+
+class EightBits(torch.nn.Linear):
+    """Rounds its input to a scale that all tokens of a forward have in common."""
+
+    def forward(self, states):
+        scale = states.abs().max() / 127
+        return super().forward((states / scale).round() * scale)
+
+
+def test_activations_of_eight_bits_are_not_taken_for_other_tokens():
+    """A token's KV differs then with what is fed along."""
+    model = llama()
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            projection.__class__ = EightBits
+    store = opened(model)
+    try:
+        ids = prompt(LENGTH)
+        cache = cache_for(store, ids, model, fingerprint="int8")
+        output = generated(model, ids, cache=cache)
+        assert cache.commit(output) == ((output.shape[1] - 1) // BLOCK, 0, 0)
     finally:
         store.close()
 

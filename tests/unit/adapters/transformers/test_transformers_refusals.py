@@ -81,8 +81,10 @@ def test_a_model_in_training_mode_is_refused(store):
 def test_a_wrapped_model_is_asked_for_by_what_is_inside(store, plain):
     compiled = torch.compile(plain, backend="eager")
     for wrapped in (compiled, torch.nn.DataParallel(plain)):
-        with pytest.raises(RequestError, match=f"model is a {type(wrapped).__name__}.*pass the one inside"):
+        with pytest.raises(ModelError, match=f"model is a {type(wrapped).__name__}.*pass the one inside"):
             cache_for(store, prompt(9), wrapped)
+        with pytest.raises(ModelError, match="pass the one inside"):
+            opened(wrapped)
     expected = warm(store, plain, prompt(9))
     cache = cache_for(store, prompt(9), plain)
     assert cache.restored == (8,)
@@ -108,8 +110,11 @@ def test_a_model_without_a_head_is_served(store, plain):
 def test_weights_that_are_elsewhere_or_adapters_need_a_name(plain):
     with torch.device("meta"):
         away = llama()
-    with pytest.raises(ModelError, match="fingerprint="):
-        weights_fingerprint(away)
+    packed = llama()
+    packed.model.layers[0].scales = type("Packed", (torch.nn.Module,), {"get_extra_state": lambda _: {"scale": 0.5}})()
+    for model in (away, packed):
+        with pytest.raises(ModelError, match=r"no tensors in memory .*fingerprint="):
+            weights_fingerprint(model)
     adapted = llama()
     adapted.model.layers[0].adapter = type("Adapter", (torch.nn.Module,), {"__module__": "peft.tuners.lora"})()
     with pytest.raises(ModelError, match=r"PEFT.*fingerprint="):

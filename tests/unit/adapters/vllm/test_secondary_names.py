@@ -20,20 +20,13 @@ def test_names_are_the_same_everywhere_and_differ_by_all_that_matters() -> None:
         namespace_of("model", FACTS, salt="tenant"),
         namespace_of("model", {**FACTS, "bytes": 8192}),
     ]
-    keys = [key for space in spaces for key in BlockNames(space).keys(HASHES)]
+    names = [BlockNames(space) for space in spaces]
+    assert [namespace_digest(one.ns) for one in names] == [space.digest for space in spaces]
+    keys = [key for one in names for key in one.keys(HASHES)]
     assert len(set(keys)) == len(spaces) * len(HASHES)
     assert {len(key) for key in keys} == {16}
     # What is on disks must be found again by later versions.
     assert keys[0].hex() == "4167bdee1a3e8205b06cc7ea53cc42b3"
-
-
-def test_refs_are_exact_leaves_of_their_namespace() -> None:
-    space = namespace_of("model", FACTS)
-    names = BlockNames(space)
-    refs = names.refs(HASHES)
-    assert [ref.key for ref in refs] == names.keys(HASHES)
-    assert {(ref.depth, ref.parent, ref.exact) for ref in refs} == {(-1, None, True)}
-    assert {namespace_digest(ref.ns) for ref in refs} == {space.digest}
 
 
 def test_weights_are_told_apart_by_their_bytes(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import hashlib
 from types import SimpleNamespace
 
 import numpy as np
+from kvtier_vllm import keys as module
 from kvtier_vllm.keys import Tracked, nameable
 
 from kvtier.hints import RequestHints
@@ -82,23 +83,37 @@ def test_images_name_the_blocks_that_they_touch_by_where_they_begin():
     assert Tracked(moved, SIZE).chain[1:] != Tracked(request, SIZE).chain[1:]
 
 
-def test_an_adapter_is_its_name_its_path_and_its_content(tmp_path):
+def test_an_adapter_whose_files_change_under_it_is_not_named(tmp_path, caplog):
+    path = _adapter(tmp_path / "adapter", b"weights")
+    request = _request(lora_request=_lora(path))
+    assert nameable(request)
+    assert nameable(request)
+    # Whether vLLM still has the old content in memory is not known.
+    (path / "adapter_model.safetensors").write_bytes(b"other weights")
+    for _ in range(3):
+        assert not nameable(request)
+    assert caplog.text.count("have changed") == 1
+    assert nameable(_request(lora_request=_lora(_adapter(tmp_path / "new", b"other weights"))))
+
+
+def test_an_adapter_is_its_name_its_path_and_its_content(tmp_path, monkeypatch):
     one = _adapter(tmp_path / "one", b"weights")
     plain, keys = Tracked(_request(), SIZE).chain, []
     for lora in (_lora(one), _lora(one, "other"), _lora(_adapter(tmp_path / "two", b"weights"))):
         assert nameable(_request(lora_request=lora))
         keys.append(Tracked(_request(lora_request=lora), SIZE).chain)
     changed = _adapter(tmp_path / "three", b"weights")
-    before = Tracked(_request(lora_request=_lora(changed)), SIZE).chain
-    from kvtier_vllm import keys as module
-
-    module._adapter.cache_clear()
-    (changed / "adapter_model.safetensors").write_bytes(b"Weights")
-    keys += [before, Tracked(_request(lora_request=_lora(changed)), SIZE).chain]
+    for content in (b"weights", b"Weights"):
+        (changed / "adapter_model.safetensors").write_bytes(content)
+        monkeypatch.setattr(module, "_adapters", {})  # another process
+        request = _request(lora_request=_lora(changed))
+        assert nameable(request)
+        keys.append(Tracked(request, SIZE).chain)
     names = {key for chain in (plain, *keys) for key in chain}
     assert len(names) == 6 * len(plain)
-    module._adapter.cache_clear()
-    assert Tracked(_request(lora_request=_lora(one)), SIZE).chain == keys[0]
+    request = _request(lora_request=_lora(one))
+    assert nameable(request)
+    assert Tracked(request, SIZE).chain == keys[0]
 
 
 def test_what_tokens_do_not_tell_has_no_name(tmp_path):

@@ -96,6 +96,7 @@ def test_what_values_depend_on_is_in_the_namespace(tmp_path):
     assert _digest(_config(b)) == own
     assert _digest(_config(a, hf_config={"transformers_version": "6"})) == own
     assert _digest(_config(a, max_model_len=1024)) == own
+    assert _digest(_config(a, draft=SimpleNamespace(method="ngram", model="ngram"))) == own
     others = [
         _digest(_config(c)),
         _digest(_config(a, dtype="bfloat16")),

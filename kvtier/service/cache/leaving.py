@@ -1,0 +1,76 @@
+"""Namespaces that ended: their numbers are forgotten once nothing speaks of them any more."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvtier.keys import forget_namespace
+from kvtier.service.cache.namespaces import OpenNamespace
+from kvtier.store import TieredStore
+
+__all__ = ["Leaving"]
+
+# Of store namespaces, one per part: about 300 bytes each.
+_MOST = 1 << 16
+
+
+class Leaving:
+    """What a tenant's clients made and dropped, so that names without end take no memory without end.
+
+    A call that began before a namespace was dropped may still put a block of it. So its numbers stay for as long as
+    such a call can last, and for as long as host holds something of it.
+
+    Not thread-safe: of whoever names and drops.
+
+    Args:
+        store: of the tenant.
+        patience: seconds after which no call is under way any more that began before.
+        clock: monotonic seconds.
+        most: store namespaces that leave at a time.
+    """
+
+    def __init__(self, store: TieredStore, patience: float, clock: Callable[[], float], most: int = _MOST) -> None:
+        self._store = store
+        self._patience = patience
+        self._clock = clock
+        self._most = most
+        self._spaces: OrderedDict[tuple[int, ...], float] = OrderedDict()
+        self._count = 0
+
+    def add(self, space: OpenNamespace) -> None:
+        """A namespace ended, or never began."""
+        if space.indices not in self._spaces:
+            self._count += space.parts
+        self._spaces[space.indices] = self._clock()
+        self._spaces.move_to_end(space.indices)
+
+    def back(self, space: OpenNamespace) -> None:
+        """It begins again."""
+        if self._spaces.pop(space.indices, None) is not None:
+            self._count -= space.parts
+
+    def sweep(self) -> None:
+        """Forget those whose time has come."""
+        due = self._clock() - self._patience
+        while self._spaces and next(iter(self._spaces.values())) <= due:
+            indices = next(iter(self._spaces))
+            left = self._store.host.usage().keys() & set(indices)
+            if left:
+                # It came late; who reads it has as long again.
+                for index in left:
+                    self._store.clear(self._store.host.name, index)
+                self._spaces[indices] = self._clock()
+                self._spaces.move_to_end(indices)
+                continue
+            del self._spaces[indices]
+            self._count -= len(indices)
+            for index in indices:
+                self._store.forget(index)
+                forget_namespace(index)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many leave that no further one may come now."""
+        return self._count >= self._most
+
+    def __len__(self) -> int:
+        return self._count
