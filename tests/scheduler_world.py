@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler_device import Device, continuation
-from scheduler_fate import Fate as Fate
-from scheduler_fate import RandomFate as RandomFate
+from scheduler_fate import Fate, RandomFate
 
 from kvtier.engine.outputs import Sampled
 from kvtier.engine.params import SamplingParams
@@ -19,6 +18,8 @@ from kvtier.gpu.mixed import MixedBlockPool
 from kvtier.gpu.pool import BlockPool
 from kvtier.hooks import NO_BLOCK, Completed, Load, Match, Pending, Save, Step, TransferPlan, TransferResults
 from kvtier.layout import Span
+
+__all__ = ["Connector", "Fate", "Offer", "RandomFate", "Stored", "Swap", "World"]
 
 
 @dataclass

@@ -95,7 +95,19 @@ def connect(
         salt: see `namespace_of`.
         recompute_gate: load only what is cheaper to load than to compute.
         copies: see `ConnectorOptions`.
+
+    Raises:
+        ConfigError: `copies` is exclusive, and only some layers have a window.
     """
+    options = ConnectorOptions(
+        groups=len(layout.groups),
+        windowed_groups=len(layout.groups) - 1,
+        recompute_gate=recompute_gate,
+        window_blocks=_window_blocks(layout),
+        shape=prefill_shape(model),
+        load_seconds=store.options.load_deadline,
+        copies=copies,
+    )
     staging = _staging(layout, token_budget)
     try:
         shares = [*store.host.regions(), *(share for region in staging for share in region.regions())]
@@ -106,14 +118,5 @@ def connect(
         raise
     namespace = namespace_of(model, layout, salt)
     store.register(namespace_index(namespace.digest), layout)
-    options = ConnectorOptions(
-        groups=len(layout.groups),
-        windowed_groups=len(layout.groups) - 1,
-        recompute_gate=recompute_gate,
-        window_blocks=_window_blocks(layout),
-        shape=prefill_shape(model),
-        load_seconds=store.options.load_deadline,
-        copies=copies,
-    )
     scheduler = TierScheduler(store, namespace, layout.block_size, staging, options)
     return Connection(scheduler, TierWorker(regions, layout), staging)
