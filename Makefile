@@ -5,23 +5,34 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+VLLM_VENV := build/vllm-venv
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 # Tests run in so many processes, each with one thread.
 WORKERS ?= 2
 REMOTE_FAULTS := $(foreach kind,valkey objects peer,tests/faults/test_$(kind)_faults.py)
 TORCH_PIN := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-remote lint format docs clean venv dev bench
+.PHONY: demo test test-remote test-sglang test-vllm lint format docs dist fault-matrix clean venv dev bench
 
 demo: $(VENV)/.installed
 	$(BIN)/kvtier demo
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/remote $(addprefix --ignore ,$(REMOTE_FAULTS))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/remote --ignore tests/sglang --ignore tests/vllm $(addprefix --ignore ,$(REMOTE_FAULTS))
 
 # Remote tiers against real servers: Valkey from a wheel, moto's S3; SeaweedFS, TLS (redis-server) and network namespaces where
 # they are there. See docs/remote.md.
 test-remote: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/remote $(REMOTE_FAULTS)
+
+# SGLang's wheel, unpacked and not installed; what it needs of it, the plug-in gets from there.
+test-sglang: $(VENV)/.dev
+	PYTHON=$(BIN)/python sh tests/sglang/fetch.sh
+	KVTIER_REQUIRE_SGLANG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/sglang
+
+# vLLM's CPU build wants other packages than ours: an environment of its own (3.5 GB, minutes).
+test-vllm: $(VLLM_VENV)/.installed
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/vllm tests/examples/test_vllm_example.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -34,8 +45,18 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The site, in build/site: references written anew, warnings are errors. `make test` runs its code blocks.
 docs: $(VENV)/.dev
 	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Wheel and sdist.
+dist: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
+# Runs the tests of every fault that docs/fault-matrix.md names: minutes.
+fault-matrix: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python docs/fault_matrix.py
 
 bench: $(VENV)/.dev
@@ -57,6 +78,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.installed
 	$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# torchvision, torchaudio and torchcodec, which vLLM brings, are built for another torch.
+$(VLLM_VENV)/.installed: pyproject.toml tests/vllm/requirements.txt benchmarks/requirements-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --quiet --upgrade pip
+	$(VLLM_PIP) install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --requirement tests/vllm/requirements.txt
+	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) install --quiet --editable .
 	touch $@
 
 clean:

@@ -53,4 +53,6 @@ setup(
         Extension("kvtier.native._checksum", ["kvtier/native/_checksum.c"], extra_compile_args=["-O3"], optional=True),
     ],
     cmdclass={"build_ext": OptionalBuild},
+    # MANIFEST.in is for the source archive alone; what a wheel has beside modules is in pyproject.toml.
+    include_package_data=False,
 )

@@ -8,7 +8,8 @@ server and Valkey. A call moves 32 MiB; puts are of fresh keys into a full host 
     service.rest.*        REST, through `kvtier.client`                      beside a raw TCP socket
     service.data.tcp.*    the data port                                      beside Valkey with valkey-py, and raw TCP
     service.data.unix.*   its Unix socket                                    beside a raw Unix socket
-    service.shm.*         shared memory                                      beside memcpy
+    service.shm.*         shared memory                                      beside memcpy, of the same 32 MiB over and
+                          over, which caches keep, and cold: of other 32 MiB each time, as all others move them
     service.shm.get.in_place  verified and leased, nothing copied            beside memcpy
     service.match         512 blocks each, eight clients: calls per second   beside EXISTS of 512 keys in Valkey
     service.match.p99     the 99th percentile of one of these, milliseconds
@@ -45,7 +46,7 @@ ROWS = (
     ("service.rest.{}", "rest", ("raw tcp",)),
     ("service.data.tcp.{}", "tcp", (VALKEY, "raw tcp")),
     ("service.data.unix.{}", "unix", ("raw unix",)),
-    ("service.shm.{}", "shm", ("memcpy",)),
+    ("service.shm.{}", "shm", ("memcpy", "cold memcpy")),
     ("service.shm.{}.in_place", "in place", ("memcpy",)),
 )
 MATCH_CLIENTS = 8
@@ -142,7 +143,8 @@ class Bench:
             "in place": Way("place", ours.addresses["shm"], ours),
             "raw tcp": Way("raw", raw.addresses["tcp"], raw),
             "raw unix": Way("raw", raw.addresses["unix"], raw),
-            "memcpy": Way("memory", "", None),
+            "memcpy": Way("memory", "1", None),
+            "cold memcpy": Way("memory", "4", None),
         }
         self.ways |= {name: Way("valkey", valkey.addresses[name], valkey) for name in ("single", "batch")}
         self._clients = 0

@@ -1,5 +1,7 @@
 """A conversation with `kvtier serve`, with OpenAI's own client: the second turn finds the first one's KV.
 
+Exits with 1 where it does not.
+
 kvtier serve &
 python examples/openai_client.py [URL]
 """
@@ -15,11 +17,11 @@ RULES = (
 QUESTIONS = ["Where do long boats moor?", "When is the crane free?"]
 
 
-def main() -> None:
+def main() -> int:
     url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
     client = OpenAI(base_url=url, api_key="unused")
     model = client.models.list().data[0].id
-    messages = [{"role": "system", "content": RULES}]
+    messages, cached = [{"role": "system", "content": RULES}], 0
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         stream = client.chat.completions.create(
@@ -39,10 +41,11 @@ def main() -> None:
                 answer += piece
                 print(piece, end="", flush=True)
             if chunk.usage:
-                found = chunk.usage.prompt_tokens_details.cached_tokens
-                print(f"\n  ({found} of {chunk.usage.prompt_tokens} prompt tokens were in the cache)")
+                cached = chunk.usage.prompt_tokens_details.cached_tokens
+                print(f"\n  ({cached} of {chunk.usage.prompt_tokens} prompt tokens were in the cache)")
         messages.append({"role": "assistant", "content": answer})
+    return 0 if cached else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -373,7 +373,7 @@ class HeapTier:
         return self._completions.finish(Ticket(), statuses, handles)
 
 
-def main() -> None:
+def main() -> int:
     store = TieredStore(HostTier(64 << 20), [HeapTier(256 << 20)])
     prompt = "Boats longer than twelve metres moor at the outer pier. " * 20 + "Where do long boats moor?"
     with LLM(sys.argv[1] if len(sys.argv) > 1 else None, store=store, num_blocks=64) as llm:
@@ -384,7 +384,8 @@ def main() -> None:
             llm.clear_device_cache()
             llm.clear_tier("host")
     store.close()
+    return 0 if found.loaded_tokens else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Two engines, one cache service: what the first computed, the second loads.
+"""Two engines, one cache service: what the first computed, the second loads. Exits with 1 where it does not.
 
 python examples/shared_daemon.py [MODEL]
 """
@@ -28,8 +28,8 @@ def serve(socket: Path) -> subprocess.Popen[bytes]:
     return daemon
 
 
-def ask(model: str | None, url: str, name: str) -> None:
-    """An engine that has nothing of its own but a little host memory."""
+def ask(model: str | None, url: str, name: str) -> int:
+    """An engine that has nothing of its own but a little host memory; tokens that it loaded."""
     tiering = {"host": {"capacity": "64MiB"}, "remote": {"url": url}, "recompute_gate": False}
     prompt = f"{DOCUMENT}\nQuestion: {QUESTIONS[name]}\nAnswer:"
     with LLM(model, tiering=tiering, num_blocks=64) as llm:
@@ -37,20 +37,21 @@ def ask(model: str | None, url: str, name: str) -> None:
         llm.flush()
     found = output.metrics
     print(f"{name} engine: {found.loaded_tokens} tokens came from the service, {found.computed_tokens} computed")
+    return found.loaded_tokens
 
 
-def main() -> None:
+def main() -> int:
     model = sys.argv[1] if len(sys.argv) > 1 else None
     with tempfile.TemporaryDirectory() as directory:
         socket = Path(directory) / "kvtier.sock"
         daemon = serve(socket)
         try:
-            for name in QUESTIONS:
-                ask(model, f"kvtier://{socket}", name)
+            first, second = (ask(model, f"kvtier://{socket}", name) for name in QUESTIONS)
         finally:
             daemon.terminate()
             daemon.wait(60)
+    return 0 if first == 0 < second else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,6 +25,7 @@ __all__ = [
     "encode_extra",
     "namespace_digest",
     "namespace_index",
+    "salted",
     "store_keys",
 ]
 
@@ -49,6 +50,11 @@ def encode_extra(items: Sequence[tuple[str, bytes]]) -> bytes:
         for part in (tag.encode(), value):
             packed += len(part).to_bytes(4, "little") + part
     return bytes(packed)
+
+
+def salted(cache_salt: str | None) -> dict[int, bytes]:
+    """The extras of a chain that only those who know a salt are to find; of one for everybody where that is None."""
+    return {} if cache_salt is None else {0: encode_extra([("cache_salt", cache_salt.encode())])}
 
 
 def _packed(tokens: Sequence[int] | NDArray[np.integer]) -> bytes:

@@ -111,7 +111,8 @@ class _Conversation:
 
     def _print_stats(self) -> None:
         sources = list(dict.fromkeys(source for turn in self._turns for source in turn.found))
-        table = Table(title="tokens of each prompt, by where their KV came from", title_justify="left")
+        title = "tokens of each prompt, by where their KV came from"
+        table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))  # all tiers fit into 80 columns
         for name in ("turn", "prompt", *sources, "computed", "first token", "output", "tokens/s"):
             table.add_column(name, justify="right")
         for number, turn in enumerate(self._turns, 1):

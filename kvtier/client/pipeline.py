@@ -88,12 +88,13 @@ class Incoming:
         """Bytes of the answer's body that were not received yet."""
         return self._unread
 
-    def body(self, out: memoryview) -> None:
-        """Fill `out` with what follows of the answer's body."""
-        if out.nbytes > self._unread:
-            raise WireError(f"a body with {self._unread} bytes left: its head announces {out.nbytes} more")
-        self._receive(out)
-        self._unread -= out.nbytes
+    def body(self, *outs: memoryview) -> None:
+        """Fill `outs`, in order, with what follows of the answer's body."""
+        nbytes = sum([out.nbytes for out in outs])
+        if nbytes > self._unread:
+            raise WireError(f"a body with {self._unread} bytes left: its head announces {nbytes} more")
+        self._stream.fill(outs, self._deadline - time.monotonic())
+        self._unread -= nbytes
 
     def skip(self) -> None:
         """Receive the rest of all answers, for nothing."""

@@ -1,6 +1,6 @@
 """Shared memory: blocks are read where they lie in the service's host memory, and put from a staging region.
 
-    get   lease -> copy out of the mapped region -> release    the service finds and verifies the next blocks meanwhile
+    get   lease -> copy out of the mapped region -> release    the copy is verified in the same pass, here
     put   copy into the staging region -> stage                the service copies and checks it while the next is filled
 
 The mapping of host memory is read-only: the kernel refuses every write through it. A copy counts only once the service
@@ -26,18 +26,22 @@ from kvtier.client.stream import PlainStream
 from kvtier.client.transfers import Ask, Places, found_of, outcomes_of, put_head, requests
 from kvtier.errors import TierUnavailable
 from kvtier.layout import Span
+from kvtier.native.checksum import HEAD_BYTES, copy_checksums
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import Opcode, WireError
 
 __all__ = ["Lease", "SharedMemory"]
 
-_FIRST_BYTES = 2 << 20
-_WINDOW_BYTES = 8 << 20
-# Of blocks whose size is not known.
+# The first blocks are there soon; while they are copied the service finds the others, at whose bytes it does not look.
+_FIRST_BYTES = 4 << 20
+_WINDOW_BYTES = 32 << 20
+# Of blocks that may be larger than the last ones were, and of such whose size is not known.
+_GUESSED_BYTES = 16 << 20
 _OPAQUE_BLOCKS = 8
 _UNDER_WAY = 2
 _SLOTS = 4
 _PAGE = 4096
+_CHECKSUM_BYTES = 16
 _RELEASE_SECONDS = 5.0
 
 
@@ -129,18 +133,28 @@ class SharedMemory:
         """The blocks of this namespace cannot."""
         self._avoided.add(ns)
 
-    def lease(self, ask: Ask) -> Lease:
-        """Hold blocks in place."""
+    def lease(self, ask: Ask, *, unchecked: bool = False) -> Lease:
+        """Hold blocks in place; `unchecked`: whoever reads them verifies them, by what is known of them elsewhere."""
+        asked = ask.lease(0, ask.keys, unchecked=unchecked)
         with self._whole():
-            answer = self._pipeline.call(Opcode.LEASE, ask.lease(0, ask.keys), wire.Leased, ask.deadline)
+            answer = self._pipeline.call(Opcode.LEASE, asked, wire.Leased, ask.deadline)
             return Lease(self, answer.lease, found_of(answer, ask.keys, self._views(answer)))
 
     def get(self, ask: Ask, into: Sequence[memoryview] | None, block_bytes: int) -> list[Found]:
         """Copy blocks out, window by window; `block_bytes`: of all asked parts of one block, 0 if they differ."""
         places = Places(ask, into)
-        windows = list(_windows(ask.keys, block_bytes or self._typical.get(ask.ns, 0)))
+        typical, widest = block_bytes or self._typical.get(ask.ns, 0), _WINDOW_BYTES if block_bytes else _GUESSED_BYTES
+        windows = list(_windows(ask.keys, typical, widest, self._pipeline.welcome.limits))
+        found = self._get(ask, places, windows, unchecked=True)
+        # A block is damaged: the service, which is to look at all of them now, drops it.
+        return self._get(ask, places, windows, unchecked=False) or [] if found is None else found
+
+    def _get(
+        self, ask: Ask, places: Places, windows: Sequence[tuple[int, Sequence[bytes]]], *, unchecked: bool
+    ) -> list[Found] | None:
+        """One attempt; `unchecked`: bytes are verified here, and None says that some are damaged."""
         found: list[Found] = []
-        with self._whole(), _Leases(self._pipeline, ask) as leases:
+        with self._whole(), _Leases(self._pipeline, ask, unchecked=unchecked) as leases:
             for start, keys in windows[:_UNDER_WAY]:
                 leases.begin(start, keys)
             for number, (start, keys) in enumerate(windows):
@@ -151,8 +165,14 @@ class SharedMemory:
                     self._typical[ask.ns] = sum(answer.sizes) // blocks
                 if goes_on and number + _UNDER_WAY < len(windows):
                     leases.begin(*windows[number + _UNDER_WAY])
-                copies = _copied(self._views(answer), places.of(answer, start))
+                copies, sound = places.of(answer, start), True
+                if unchecked:
+                    sound = _verified(answer, self._views(answer), copies)
+                else:
+                    _copied(self._views(answer), copies)
                 leases.release(answer.lease)
+                if not sound:
+                    return None
                 found += found_of(answer, keys, copies)
                 if not goes_on:
                     break
@@ -273,14 +293,15 @@ class _Stages:
 class _Leases:
     """The leases and releases of one read, whose answers come in the order in which they were sent."""
 
-    def __init__(self, pipeline: Pipeline, ask: Ask) -> None:
+    def __init__(self, pipeline: Pipeline, ask: Ask, *, unchecked: bool) -> None:
         self._pipeline = pipeline
         self._read = ask
+        self._unchecked = unchecked
         self._turns: deque[tuple[Turn, type[wire.Leased | wire.Done]]] = deque()
 
     def begin(self, start: int, keys: Sequence[bytes]) -> None:
         """Ask for the blocks of some keys, the first of which is the `start`-th."""
-        self._send(Opcode.LEASE, self._read.lease(start, keys), wire.Leased)
+        self._send(Opcode.LEASE, self._read.lease(start, keys, unchecked=self._unchecked), wire.Leased)
 
     def release(self, lease: int) -> None:
         """Let go. The answer, which is waited for later, says that the hold lasted until then."""
@@ -321,13 +342,16 @@ class _Leases:
                     self.release(answer.lease)
 
 
-def _windows(keys: Sequence[bytes], block_bytes: int) -> Iterator[tuple[int, Sequence[bytes]]]:
-    """Consecutive keys, with the place of the first: a few blocks at once, so that copying begins soon, then more."""
-    start, nbytes = 0, _FIRST_BYTES
+def _windows(
+    keys: Sequence[bytes], block_bytes: int, widest: int, limits: wire.Limits
+) -> Iterator[tuple[int, Sequence[bytes]]]:
+    """Consecutive keys, with the place of the first: a few blocks, so that copying begins soon, then many."""
+    most = min(widest, limits.batch_bytes)
+    start, nbytes = 0, min(_FIRST_BYTES, most)
     while start < len(keys):
-        count = max(1, nbytes // block_bytes) if block_bytes else _OPAQUE_BLOCKS
+        count = min(max(1, nbytes // block_bytes), limits.keys) if block_bytes else _OPAQUE_BLOCKS
         yield start, keys[start : start + count]
-        start, nbytes = start + count, min(2 * nbytes, _WINDOW_BYTES)
+        start, nbytes = start + count, min(2 * nbytes, most)
 
 
 def _offsets(slot: int, views: Sequence[memoryview]) -> list[int]:
@@ -337,8 +361,17 @@ def _offsets(slot: int, views: Sequence[memoryview]) -> list[int]:
     return offsets
 
 
-def _copied(sources: Sequence[memoryview], targets: list[memoryview]) -> list[memoryview]:
+def _copied(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
     """Copy each; without the GIL, which slices of memoryviews would keep."""
     for source, target in zip(sources, targets, strict=True):
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-    return targets
+
+
+def _verified(answer: wire.Leased, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> bool:
+    """Copy each, in the same pass as its checksum; whether all are what the service says that they are."""
+    count = len(sources)
+    if len(answer.heads) != HEAD_BYTES * count or len(answer.checksums) != _CHECKSUM_BYTES * count:
+        raise WireError(f"an unchecked lease of {count} items whose heads or checksums have other lengths")
+    heads = [answer.heads[at : at + HEAD_BYTES] for at in range(0, len(answer.heads), HEAD_BYTES)]
+    found = copy_checksums(heads, list(sources), list(targets), [source.nbytes for source in sources])
+    return b"".join(found) == answer.checksums

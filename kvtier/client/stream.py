@@ -10,7 +10,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvtier.errors import KVTierError
@@ -40,6 +40,10 @@ class Stream(Protocol):
         Raises:
             StreamClosed, StreamTimeout: it could not be filled.
         """
+        ...
+
+    def fill(self, outs: Sequence[memoryview], seconds: float) -> None:
+        """Fill all of `outs`, in order, within so many seconds. Raises as `receive` does."""
         ...
 
     def send(self, buffers: Sequence[bytes | memoryview], seconds: float) -> None:
@@ -86,6 +90,18 @@ class PlainStream:
             else:
                 at += self._read(out[at:], socket.MSG_WAITALL, left)
 
+    def fill(self, outs: Sequence[memoryview], seconds: float) -> None:
+        """See `Stream.fill`: one call of the kernel for many of them."""
+        until = time.monotonic() + seconds
+        left: list[bytes | memoryview] = [rest for out in outs if (rest := out[self._buffered(out) :])]
+        while left:
+            self._limit(socket.SO_RCVTIMEO, until - time.monotonic())
+            with _trouble("nothing came", seconds):
+                count = self.sock.recvmsg_into(left[:_MOST_BUFFERS], 0, socket.MSG_WAITALL)[0]
+            if not count:
+                raise StreamClosed("the other side closed the connection")
+            left = _rest(left, count)
+
     def _buffered(self, out: memoryview) -> int:
         count = min(out.nbytes, self._stop - self._start)
         if count:
@@ -95,12 +111,8 @@ class PlainStream:
 
     def _read(self, out: memoryview, flags: int, seconds: float) -> int:
         self._limit(socket.SO_RCVTIMEO, seconds)
-        try:
+        with _trouble("nothing came", seconds):
             count = self.sock.recv_into(out, 0, flags)
-        except BlockingIOError:
-            raise StreamTimeout(f"nothing came within {seconds:.1f} s") from None
-        except OSError as error:
-            raise StreamClosed(f"the connection broke: {error.strerror or error}") from error
         if not count:
             raise StreamClosed("the other side closed the connection")
         return count
@@ -118,12 +130,8 @@ class PlainStream:
 
     def _write(self, buffers: Sequence[bytes | memoryview], flags: int, seconds: float) -> int:
         self._limit(socket.SO_SNDTIMEO, seconds)
-        try:
+        with _trouble("nothing was taken", seconds):
             return self.sock.sendmsg(buffers, (), flags)
-        except BlockingIOError:
-            raise StreamTimeout(f"nothing was taken within {seconds:.1f} s") from None
-        except OSError as error:
-            raise StreamClosed(f"the connection broke: {error.strerror or error}") from error
 
     def _limit(self, option: int, seconds: float) -> None:
         if seconds <= 0:
@@ -145,6 +153,17 @@ class PlainStream:
         self.sock.close()
 
 
+@contextlib.contextmanager
+def _trouble(what: str, seconds: float) -> Iterator[None]:
+    """What the kernel's refusals mean, on a socket that has its time limits."""
+    try:
+        yield
+    except BlockingIOError:
+        raise StreamTimeout(f"{what} within {seconds:.1f} s") from None
+    except OSError as error:
+        raise StreamClosed(f"the connection broke: {error.strerror or error}") from error
+
+
 class TlsStream:
     """With TLS, of which the handshake is done.
 
@@ -164,6 +183,12 @@ class TlsStream:
             if not count:
                 raise StreamClosed("the other side closed the connection")
             at += count
+
+    def fill(self, outs: Sequence[memoryview], seconds: float) -> None:
+        """See `Stream.fill`."""
+        until = time.monotonic() + seconds
+        for out in outs:
+            self.receive(out, until - time.monotonic())
 
     def send(self, buffers: Sequence[bytes | memoryview], seconds: float) -> None:
         """See `Stream.send`."""

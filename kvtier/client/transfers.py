@@ -52,9 +52,9 @@ class Ask(NamedTuple):
         """A request for some of the keys, the first of which is the `start`-th."""
         return wire.Get(digests=digests, **self._common(start, keys))
 
-    def lease(self, start: int, keys: Sequence[bytes]) -> wire.Lease:
+    def lease(self, start: int, keys: Sequence[bytes], *, unchecked: bool) -> wire.Lease:
         """Likewise, where they are to be leased."""
-        return wire.Lease(**self._common(start, keys))
+        return wire.Lease(unchecked=unchecked, **self._common(start, keys))
 
     def _common(self, start: int, keys: Sequence[bytes]) -> dict[str, Any]:
         return {
@@ -203,8 +203,7 @@ class _Receiver:
             if sum(got.sizes) != incoming.unread or min(got.sizes, default=1) < 1:
                 raise WireError(f"a body of {incoming.unread} bytes for items of {sum(got.sizes)}")
             views = self._places.of(got, self._first)
-            for view in views:
-                incoming.body(view)
+            incoming.body(*views)
             found += found_of(got, self._keys, views, got.digests)
         return found
 

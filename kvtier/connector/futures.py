@@ -2,9 +2,10 @@
 
 import logging
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
-__all__ = ["done", "settled"]
+__all__ = ["done", "settled", "settles"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -25,3 +26,11 @@ def settled(future: "Future[_T]", otherwise: _U) -> "_T | _U":
         return future.result()
     _log.error("store operation failed and counts as a miss", exc_info=error)
     return otherwise
+
+
+def settles(future: "Future[_T]", seconds: float) -> bool:
+    """Whether a future is finished, or will be within so many seconds, for which it is waited."""
+    if not future.done() and seconds > 0:
+        with suppress(TimeoutError):
+            future.exception(seconds)
+    return future.done()

@@ -6,9 +6,10 @@ from typing import Literal, TypeAlias, get_args
 from kvtier.cost import PrefillShape
 from kvtier.errors import ConfigError
 
-__all__ = ["ConnectorOptions", "CopyRule"]
+__all__ = ["ConnectorOptions", "CopyRule", "OfferRule"]
 
 CopyRule: TypeAlias = Literal["inclusive", "exclusive"]
+OfferRule: TypeAlias = Literal["leased", "verified"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,9 @@ class ConnectorOptions:
         least_seconds: how long it may take at least, however fast computing would be.
         copies: what becomes of host's copies of device blocks. `inclusive`: nothing, they stay as long as they would
             anyway; `exclusive`: once host is full they leave it first, and are saved again when they leave the device.
+        offers: what a match may consist of. `leased`: blocks wherever they are, to be brought into host while the
+            request has device blocks already; `verified`: blocks that are in host, which they are brought into before,
+            so that nothing but a copy is left to do or to fail.
 
     Raises:
         ConfigError: a value is out of range.
@@ -42,6 +46,7 @@ class ConnectorOptions:
     load_seconds: float = 10.0
     least_seconds: float = 2.0
     copies: CopyRule = "inclusive"
+    offers: OfferRule = "leased"
 
     def __post_init__(self) -> None:
         if self.groups < 1 or self.shards < 1:
@@ -66,3 +71,5 @@ class ConnectorOptions:
             )
         if self.copies not in get_args(CopyRule):
             raise ConfigError(f"copies={self.copies!r}: expected one of {', '.join(get_args(CopyRule))}")
+        if self.offers not in get_args(OfferRule):
+            raise ConfigError(f"offers={self.offers!r}: expected one of {', '.join(get_args(OfferRule))}")

@@ -25,7 +25,7 @@ class Parts:
     """
 
     def __init__(self, namespace: Namespace, groups: int = 1, shards: int = 1, windowed_groups: int = 0) -> None:
-        self._ns = namespace_index(namespace.digest)
+        self.ns = namespace_index(namespace.digest)
         self._windowed = (groups - windowed_groups) * shards
         self._masks = [namespace.mask(group, shard) for group in range(groups) for shard in range(shards)]
 
@@ -59,7 +59,7 @@ class Parts:
         parents: list[bytes | None] = [*repeat(None, len(self)), *keys] if start == 0 else [*keys]
         own = keys if start == 0 else keys[len(self) :]
         return [
-            BlockRef(key, self._ns, start + at // len(self), parent, exact)
+            BlockRef(key, self.ns, start + at // len(self), parent, exact)
             for at, (key, parent) in enumerate(zip(own, parents, strict=False))
         ]
 

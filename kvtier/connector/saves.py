@@ -71,11 +71,21 @@ class SaveQueue:
         self._copying: dict[int, _Job] = {}
         self._putting: list[tuple[Future[PutResult], _Job, int]] = []  # with the number of blocks that arrived
         self._open: Counter[str | None] = Counter()  # request -> its jobs
+        self._void: set[int] = set()
 
     @property
     def busy(self) -> bool:
         """Whether copies or puts are under way."""
         return bool(self._copying or self._putting)
+
+    @property
+    def copying(self) -> bool:
+        """Whether copies are under way."""
+        return bool(self._copying)
+
+    def count(self, request_id: str) -> int:
+        """Leading blocks of a request that need no saving any more, as far as that was asked."""
+        return self._saved.get(request_id, 0)
 
     def is_saving(self, request_id: str) -> bool:
         """Whether blocks of this request are on their way."""
@@ -147,17 +157,34 @@ class SaveQueue:
         self,
         request: RequestView,
         block_ids: Sequence[int],
-        windowed_ids: Sequence[int],
         first: int,
         spans: Sequence[Span],
         jobs: Iterator[int],
+        *,
+        exact: bool = True,
+        windowed_ids: Sequence[int] = (),
     ) -> dict[int, tuple[Save, ...]]:
-        """A save job for exact full blocks of a request from `first` on, before its blocks are written over."""
+        """A save job for full blocks of a request from `first` on, before its blocks are written over."""
         stop, parts = len(block_ids), len(self._parts)
-        refs = self._parts.refs(request.chain, first, stop, exact=True)
+        refs = self._parts.refs(request.chain, first, stop, exact=exact)
         hints = block_hints(request, first, stop, parts)
         own, windowed = tuple(block_ids[first:]), tuple(windowed_ids[first:])
         return self._begin({next(jobs): _Job(request.id, own, tuple(refs), tuple(spans), hints, windowed)})
+
+    def leave_rest(
+        self, request: RequestView, block_ids: Sequence[int], jobs: Iterator[int], *, exact: bool
+    ) -> dict[int, tuple[Save, ...]]:
+        """`leave`, of what was not saved of full blocks, as far as there is staging memory and they are there."""
+        first = max(self.saved(request, block_ids, exact=exact), block_ids.count(NO_BLOCK))
+        spans = self.allocate(len(block_ids) - first)
+        stop = first + len(spans) // len(self._parts)
+        self._saved[request.id], self._waiting[request.id] = stop, len(block_ids) - stop
+        return self.leave(request, block_ids[:stop], first, spans, jobs, exact=exact) if spans else {}
+
+    def void(self) -> None:
+        """What is being copied now is not to be stored, and what was stored is not there any more."""
+        self._void |= self._copying.keys()
+        self._saved.clear()
 
     def views(self, spans: Sequence[Span]) -> list[memoryview]:
         """The staging memory of whole blocks."""
@@ -191,6 +218,9 @@ class SaveQueue:
         if job is None:
             return
         parts = len(self._parts)
+        if number in self._void:
+            self._void.discard(number)
+            good = 0
         blocks = len(job.block_ids) if good is None else good
         items = list(zip(job.refs, self.views(job.spans[: blocks * parts]), strict=False))
         hints = None if job.hints is None else job.hints[: len(items)]

@@ -22,7 +22,7 @@ from itertools import count
 
 from kvtier.connector.ahead import Ahead
 from kvtier.connector.duplicates import DeviceCopies
-from kvtier.connector.futures import done, settled
+from kvtier.connector.futures import done, settled, settles
 from kvtier.connector.gate import Gate
 from kvtier.connector.hinting import Hinting
 from kvtier.connector.looking import LookUps
@@ -41,6 +41,7 @@ from kvtier.hooks import (
     Match,
     Pending,
     RequestView,
+    Save,
     Step,
     TransferPlan,
     TransferResults,
@@ -65,7 +66,8 @@ class _Loading:
     The lease begins at block `base`, which was `first` when it was asked for: what the device has is neither verified
     nor renewed. Or it begins `skipped` blocks after it, where those are behind the model's window: then it counts as a
     whole or not at all. The last blocks to be loaded may be the request's own, `private` ones. `tokens`: those of all
-    blocks before `stop`.
+    blocks before `stop`. `origin`: tier of each leased block before it was `promoted`, which is before it is offered,
+    or not at all.
     """
 
     owner: Owner
@@ -79,7 +81,9 @@ class _Loading:
     private: tuple[PrivateObject, ...] = ()
     device_blocks: tuple[int, ...] = ()
     windowed_blocks: tuple[int, ...] = ()
+    origin: tuple[str, ...] = ()
     found_in: tuple[str, ...] = ()
+    promoted: "Future[int] | None" = None
     fetched: "Future[int] | None" = None
     good: int = 0
     job: int | None = None
@@ -95,6 +99,8 @@ class _Loading:
     def held(self) -> int:
         """Leased blocks that are of use."""
         held = len(self.lease) if self.acquired.done() else 0
+        if self.promoted is not None:
+            held = min(held, settled(self.promoted, 0)) if self.promoted.done() else 0
         return held if not self.skipped or self.base + held == self.stop else 0
 
     def leased(self, blocks: int) -> tuple[int, int]:
@@ -105,7 +111,7 @@ class _Loading:
     @property
     def working(self) -> "Future[Lease] | Future[int]":
         """The store's latest work on it: until it is done, a thread may be using the lease."""
-        return self.acquired if self.fetched is None else self.fetched
+        return self.fetched or self.promoted or self.acquired
 
 
 @dataclass(slots=True)
@@ -149,6 +155,7 @@ class TierScheduler:
         self._store = store
         self._block_size = block_size
         self._window = options.window_blocks
+        self._offers_verified = options.offers == "verified"
         self._gate = Gate(store, block_size, sum(region.slot_bytes for region in regions), options)
         self._copies = DeviceCopies(store, len(self._parts), exclusive=options.copies == "exclusive")
         self._saves = SaveQueue(store, self._parts, block_size, regions, self._copies)
@@ -160,6 +167,7 @@ class TierScheduler:
         self._declined: set[str] = set()  # look-ups that ended with nothing, until the request is admitted
         self._late: list[tuple[Future[Lease] | Future[int], float]] = []
         self._by_job: dict[int, str] = {}
+        self._leaving: dict[int, tuple[Save, ...]] = {}
         self._reports = Reports(options.shards)
         self._jobs = count(1)
         self._lives = count(1)
@@ -167,8 +175,11 @@ class TierScheduler:
 
     # ---- looking up
 
-    def match(self, request: RequestView, device_tokens: int) -> Match | Pending:
-        """See `SchedulerHook.match`. At least one token of the request is always left to compute."""
+    def match(self, request: RequestView, device_tokens: int, *, wait: float = 0.0) -> Match | Pending:
+        """See `SchedulerHook.match`. At least one token of the request is always left to compute.
+
+        wait: seconds in which an answer is worth more than the caller's time.
+        """
         state, first = self._loading.get(request.id), device_tokens // self._block_size
         if state is not None and state.abandoned:
             # An earlier life of this request (preempted while loading) has not let go of its blocks yet.
@@ -183,11 +194,23 @@ class TierScheduler:
             state = self._look_up(request, first)
         if state is None:
             return Pending() if self._lookups.pending(request.id) else Match(0)
-        if not state.acquired.done():
+        if not self._decided(state, wait):
             if time.monotonic() < state.deadline:
                 return Pending()
             self._count_timeout("acquire")
         return self._offer(request.id, state, first)
+
+    def _decided(self, state: _Loading, wait: float) -> bool:
+        """Whether it is known what of a look-up can be offered: all that was leased, or what of it came into host."""
+        until = time.monotonic() + wait
+        if not settles(state.acquired, wait):
+            return False
+        if not self._offers_verified or not len(state.lease):
+            return True
+        if state.promoted is None:
+            state.origin = tuple(state.lease.tiers())
+            state.promoted = self._store.fetch(state.lease, 0, len(state.lease), deadline=state.deadline)
+        return settles(state.promoted, until - time.monotonic())
 
     def _look_up(self, request: RequestView, first: int) -> _Loading | None:
         """Start to lease what is worth loading beyond the `first` blocks, which the device has."""
@@ -272,8 +295,11 @@ class TierScheduler:
         start, stop = state.leased(state.stop - state.first - self._private_blocks(state))
         state.device_blocks = tuple(block_ids[state.first : state.stop])
         state.windowed_blocks = tuple(windowed_ids[state.first : state.stop])
-        state.found_in = tuple(state.lease.tiers()[start:stop])
+        state.found_in = (state.origin or tuple(state.lease.tiers()))[start:stop]
         state.deadline = time.monotonic() + self._gate.patience(request.id)
+        if state.promoted is not None and stop > start:
+            state.fetched = done(stop - start)
+            return
         state.fetched = self._store.fetch(state.lease, start, stop, deadline=state.deadline) if stop > start else _NONE
 
     def _private_blocks(self, state: _Loading) -> int:
@@ -293,6 +319,50 @@ class TierScheduler:
         if not (forced or self._gate.is_worth_keeping(num_tokens, len(block_ids) - block_ids.count(NO_BLOCK))):
             return False
         return self._swaps.swap_out(request, block_ids, windowed_ids, num_tokens, self._jobs, exact=exact)
+
+    def leave(self, request: RequestView, block_ids: Sequence[int], num_tokens: int, *, exact: bool = True) -> None:
+        """A request is about to give up its blocks for good: full ones that were not saved yet are, before their reuse.
+
+        Like `swap_out` without a return: they leave by the evacuations of the next `plan`, as far as there is staging
+        memory. To be called before `finished`.
+
+        Args:
+            request: its blocks change no more.
+            block_ids: the block table.
+            num_tokens: tokens whose KV the blocks hold.
+            exact: see `StepSpan`.
+        """
+        full = min(num_tokens // self._block_size, len(request.chain), len(block_ids))
+        self._leaving |= self._saves.leave_rest(request, block_ids[:full], self._jobs, exact=exact)
+
+    def request_of(self, job: int) -> str:
+        """Whose load a job of the latest plan is."""
+        return self._by_job[job]
+
+    def found_in(self, request_id: str) -> tuple[str, ...]:
+        """Where each block of a load under way was, before it came into host."""
+        state = self._loading.get(request_id)
+        return () if state is None else state.found_in
+
+    def saved(self, request_id: str) -> int:
+        """How many of a request's leading blocks the store has, or will have, or had once."""
+        return self._saves.count(request_id)
+
+    @property
+    def copying(self) -> bool:
+        """Whether blocks are on their way out of the device: a step that may write over them needs fences."""
+        return self._saves.copying
+
+    def reset(self) -> None:
+        """What is stored of this engine's KV, and what is on its way to the store, is of no more use: all of it goes.
+
+        Waits for the tiers. Loads under way are not stopped.
+        """
+        self._saves.void()
+        self._declined.clear()
+        for request_id in [request_id for request_id, state in self._loading.items() if state.fetched is None]:
+            self._let_go(request_id)
+        self._store.clear(ns=self._parts.ns)
 
     def prefetch(self, request: RequestView) -> None:
         """See `SchedulerHook.prefetch`."""
@@ -334,7 +404,7 @@ class TierScheduler:
 
     def plan(self, step: Step) -> TransferPlan:
         """See `SchedulerHook.plan`."""
-        evacuations = self._swaps.evacuations()
+        evacuations, self._leaving = self._swaps.evacuations() | self._leaving, {}
         evacuations |= self._saves.evacuate(self._copies.leaving(step.written), self._jobs)
         loads: dict[int, tuple[Load, ...]] = {}
         computing, overlapped = {span.request.id for span in step.spans}, set()

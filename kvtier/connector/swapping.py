@@ -104,7 +104,7 @@ class Swaps:
         own = (named - saved) * parts
         if own:
             full, windowed = block_ids[:named], windowed_ids[:named]
-            self._leaving |= self._saves.leave(request, full, windowed, saved, spans[:own], jobs)
+            self._leaving |= self._saves.leave(request, full, saved, spans[:own], jobs, windowed_ids=windowed)
         self._saves.settle(request.id)
         swap = self._swaps[request.id] = Swap(named, num_tokens, exact)
         if len(spans) > own:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvtier.gpu.copies import Decode, LayerGate
+    from kvtier.gpu.pages import Pages
     from kvtier.gpu.streams import Streams
 
 __all__ = ["TierWorker"]
@@ -104,8 +105,8 @@ class TierWorker:
         self._gates: list[tuple[_Slices, LayerGate]] = []  # of this step
         self._decoder = cache(self._make_decoder)
 
-    def register_pool(self, *pools: "torch.Tensor") -> None:
-        """See `WorkerHook.register_pool`: uint8 [num_blocks, bytes of a part], one per layer group."""
+    def register_pool(self, *pools: "torch.Tensor | Pages") -> None:
+        """See `WorkerHook.register_pool`: uint8 [num_blocks, bytes of a part], or their pages, one per layer group."""
         if self._engines:
             raise LeaseError("a device pool is registered already; one worker serves one device")
         if len(pools) != self._groups:

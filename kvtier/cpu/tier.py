@@ -125,6 +125,18 @@ class HostTier:
         self._count_asked(len(keys), good, owner)
         return self._finish(statuses + [rest(statuses)] * (len(keys) - len(statuses)), handles[:good])
 
+    def lease(
+        self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None, *, exact: bool = False
+    ) -> Ticket:
+        """See `GatewayTier.lease`."""
+        if expired(deadline):
+            return self._finish([Status.TIMEOUT] * len(keys))
+        with self._state():
+            handles = self._table.lease(keys, owner, exact=exact, renew=not owner.startswith(OWN_WORK))
+        good = len(handles)
+        self._count_asked(len(keys), good, owner)
+        return self._finish([Status.OK] * good + [Status.MISS] * (len(keys) - good), handles)
+
     def _count_asked(self, asked: int, found: int, owner: Owner) -> None:
         if not owner.startswith(OWN_WORK):
             self._count(self._metrics.hit_blocks, found)
@@ -349,11 +361,7 @@ class HostTier:
     # ---- order
 
     def hint(self, keys: Sequence[bytes], hints: Sequence[Hint]) -> None:
-        """See `Tier.hint`.
-
-        Raises:
-            FormatMismatch: not as many hints as keys.
-        """
+        """See `Tier.hint`. Raises `FormatMismatch` for another number of hints than of keys."""
         if len(keys) != len(hints):
             raise FormatMismatch(f"{len(keys)} keys, {len(hints)} hints: expected as many of each")
         with self._state():

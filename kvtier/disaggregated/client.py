@@ -139,6 +139,7 @@ class PrefillClient:
         total: int,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
         arrived: Callable[[int, int], None] | None = None,
     ) -> Handover:
         """Have a prompt prefilled. Returns at once.
@@ -147,6 +148,7 @@ class PrefillClient:
             tokens: of the prompt.
             total: leading full blocks that are wanted.
             priority: see `SamplingParams.priority`.
+            cache_salt: see `SamplingParams.cache_salt`.
             arrived: called in the client's thread with (start, stop) of blocks that have come; it must return at once.
 
         Raises:
@@ -157,7 +159,7 @@ class PrefillClient:
         packed = packed_tokens(np.asarray(tokens, dtype=np.uint32))
         if len(packed) > MAX_FRAME - _OVERHEAD:
             handover.end("failed")
-        elif not self._call(partial(self._order, number, handover, Submit(number, packed, priority))):
+        elif not self._call(partial(self._order, number, handover, Submit(number, packed, priority, cache_salt))):
             raise KVTierError("this client is closed; make a new one")
         return handover
 

@@ -13,7 +13,7 @@ from kvtier.config import Config, NvmeSettings
 from kvtier.connector.parts import Parts
 from kvtier.disaggregated.messages import Identity
 from kvtier.errors import ConfigError
-from kvtier.keys import Chain
+from kvtier.keys import Chain, salted
 from kvtier.layout import Layout
 from kvtier.nvme.directory import read_meta
 from kvtier.store import TieredStore
@@ -76,9 +76,14 @@ class Side:
         """Blocks of a prompt that a cache may provide: its last token is always computed."""
         return (tokens - 1) // self.block_size
 
-    def keys(self, tokens: Sequence[int] | NDArray[np.uint32]) -> list[bytes]:
-        """Store keys of a prompt's usable blocks, block-major."""
-        chain = Chain(self.block_size)
+    def keys(self, tokens: Sequence[int] | NDArray[np.uint32], cache_salt: str | None = None) -> list[bytes]:
+        """Store keys of a prompt's usable blocks, block-major.
+
+        Args:
+            tokens: of the prompt.
+            cache_salt: see `SamplingParams.cache_salt`.
+        """
+        chain = Chain(self.block_size, salted(cache_salt))
         chain.extend(tokens)
         return self.parts.keys(chain.keys[: self.usable(len(tokens))])
 

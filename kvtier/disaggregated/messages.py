@@ -3,7 +3,7 @@
 decode                                  prefill
 Hello(identity) --------------------->
                 <---------------------  Welcome, or Refused and the end
-Submit(id, tokens, priority) -------->
+Submit(id, tokens, priority, salt) -->
                 <---------------------  Progress(id, blocks)       any number of times, while prefill still runs
                 <---------------------  Computed(id)               the last token's KV is there
                 <---------------------  Finished(id, blocks), or Failed(id, reason): nothing more of this id
@@ -78,11 +78,12 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """Compute the KV of these tokens, packed uint32le, and let it be found."""
+    """Compute the KV of these tokens, packed uint32le, and let it be found by those who know the salt."""
 
     id: int
     tokens: bytes
     priority: int = 0
+    cache_salt: str | None = None
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):

@@ -71,10 +71,12 @@ class Reception:
         self._closed = False
         self._lock = threading.Lock()
 
-    def submit(self, tokens: Sequence[int], total: int, priority: int) -> None:
+    def submit(self, tokens: Sequence[int], total: int, params: SamplingParams) -> None:
         """Ask the peer for it. Once."""
         client = self._receiver.client
-        self.handover = client.submit(tokens, total, priority=priority, arrived=self._arrived)
+        self.handover = client.submit(
+            tokens, total, priority=params.priority, cache_salt=params.cache_salt, arrived=self._arrived
+        )
         self.handover.future.add_done_callback(self._ended)
 
     async def ended(self) -> Outcome:
@@ -142,7 +144,7 @@ class Receiver:
         if not self.client.available:
             self._endings.labels("away").inc()
             return None
-        keys = side.keys(tokens)
+        keys = side.keys(tokens, params.cache_salt)
         # Nor does the caller's event loop wait for a remote tier: the peer asks it, too, before it computes.
         there = side.store.match(keys, parts=len(side.parts), lossy=params.accept_lossy, remote=False)
         found = len(there.tiers)
@@ -150,7 +152,7 @@ class Receiver:
             return None
         reception = Reception(self, keys, f"handover-{next(self._numbers)}", found)
         # One token more than the blocks hold: it is all that the peer computes if it finds them.
-        reception.submit(tokens[: total * side.block_size + 1], total, params.priority)
+        reception.submit(tokens[: total * side.block_size + 1], total, params)
         return reception
 
     def prefetch(self, keys: Sequence[bytes], owner: Owner, start: int, stop: int) -> int:

@@ -181,15 +181,17 @@ class PrefillServer:
             connection.send(Failed(order.id, f"{_MAX_JOBS} prompts of this engine are unfinished"))
             return
         tokens = unpacked_tokens(order.tokens)
-        job = Job(order.id, self._side.keys(tokens), self._side.usable(len(tokens)))
+        job = Job(order.id, self._side.keys(tokens, order.cache_salt), self._side.usable(len(tokens)))
         connection.jobs[order.id] = job
         # What host has it does not put again, and the directory may have lost it since.
         self._side.store.demote(job.keys)
-        job.task = asyncio.create_task(self._prefill(connection, job, tokens, order.priority))
+        job.task = asyncio.create_task(self._prefill(connection, job, tokens, order))
         self._work.set()
 
-    async def _prefill(self, connection: _Connection, job: Job, tokens: NDArray[np.uint32], priority: int) -> None:
-        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, priority=priority)
+    async def _prefill(self, connection: _Connection, job: Job, tokens: NDArray[np.uint32], order: Submit) -> None:
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, priority=order.priority, cache_salt=order.cache_salt
+        )
         reason = "the engine was closed"
         try:
             async for output in self._llm.generate(tokens.tolist(), params):

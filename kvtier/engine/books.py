@@ -176,4 +176,4 @@ def _tell(listener: PoolListener, fresh: Sequence[int], request: Request, size: 
     for first, last in zip(starts, [*starts[1:], len(fresh)], strict=True):
         start, stop = fresh[first], fresh[last - 1] + 1
         parent = chain[start - 1] if start else None
-        listener.named(chain[start:stop], parent, tokens[start * size : stop * size])
+        listener.named(chain[start:stop], parent, tokens[start * size : stop * size], request.params.cache_salt)

@@ -51,6 +51,8 @@ class SamplingParams:
         speculate: let the engine guess tokens ahead, where it is set up to; the output is the same.
         sparse: which blocks the output attends to, where that is not all; the output is then another one. None: all.
         accept_lossy: reuse KV that went through a lossy format; the output may differ. None: as the tiers are set.
+        cache_salt: a secret of those who may find each other's KV, and so learn from the time to the first token what
+            was sent before: a request without it, or with another one, finds it in no tier. None: nobody's secret.
 
     Raises:
         RequestError: a value is out of range.
@@ -81,6 +83,7 @@ class SamplingParams:
     speculate: bool = True
     sparse: Sparse | None = None
     accept_lossy: bool | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         self._check_integers()
@@ -89,6 +92,8 @@ class SamplingParams:
             raise RequestError(f"sparse={self.sparse!r}: expected Sparse(kind, ...), or none")
         if self.accept_lossy not in (None, True, False):
             raise RequestError(f"accept_lossy={self.accept_lossy!r}: expected true, false, or none for the default")
+        if not (self.cache_salt is None or _is_salt(self.cache_salt)):
+            raise RequestError(f"cache_salt={self.cache_salt!r}: expected a text of UTF-8 that is not empty, or none")
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.beam_width:
             self._check_beams()
@@ -161,6 +166,11 @@ class SamplingParams:
     def penalized(self) -> bool:
         """Whether a token's logit depends on the tokens before it."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def _is_salt(value: object) -> bool:
+    # Half a surrogate pair has no bytes of its own.
+    return isinstance(value, str) and bool(value) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _is_real(value: object) -> bool:

@@ -12,7 +12,7 @@ any but FINISHED -> ABORTED
 """
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvtier.engine.counts import TokenCounts
 from kvtier.engine.outputs import RequestMetrics, TokenLogprobs
@@ -20,7 +20,7 @@ from kvtier.engine.params import SamplingParams
 from kvtier.errors import RequestError
 from kvtier.gpu.table import BlockTable
 from kvtier.hints import RequestHints
-from kvtier.keys import Chain
+from kvtier.keys import Chain, salted
 
 __all__ = ["MARK", "Request", "State"]
 
@@ -81,7 +81,6 @@ class Request:
         seed: of the request's random draws.
         block_size: tokens per block.
         limit: tokens of prompt and output together at which the output ends, for lack of context.
-        extras: block index -> `keys.encode_extra(...)` of what the block holds besides tokens.
         hints: what is known of its blocks' future.
     """
 
@@ -89,7 +88,6 @@ class Request:
         "_block_size",
         "_chain",
         "_chained",
-        "_extras",
         "bereft",
         "birth",
         "counts",
@@ -129,7 +127,6 @@ class Request:
         *,
         block_size: int,
         limit: int,
-        extras: Mapping[int, bytes] | None = None,
         hints: RequestHints | None = None,
     ) -> None:
         self.id = request_id
@@ -147,8 +144,7 @@ class Request:
         self.counts = TokenCounts(self.tokens) if params.penalized else None
         self.scores: list[TokenLogprobs] = []
         self._block_size = block_size
-        self._extras = extras
-        self._chain = Chain(block_size, extras)
+        self._chain = Chain(block_size, salted(params.cache_salt))
         self._chain.extend(self.tokens)
         self._chained = self.prompt_len
         self.settled = False  # a beam whose candidates are there, so that it needs no blocks before its next token
@@ -175,7 +171,6 @@ class Request:
             seed,
             block_size=self._block_size,
             limit=self.max_tokens,
-            extras=self._extras,
             hints=self.hints,
         )
         for token in output:

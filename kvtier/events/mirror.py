@@ -25,7 +25,8 @@ _UNKNOWN = 1 << 16
 
 
 class _Block(NamedTuple):
-    """One block that some tier holds: head of its parent's chain key, tokens, a bit for each tier.
+    """One block that some tier holds: head of its parent's chain key, tokens, a bit for each tier; of a chain's first
+    block its salt.
 
     Never changed but replaced, so that a copy of the table is all there was at one moment.
     """
@@ -33,6 +34,7 @@ class _Block(NamedTuple):
     parent: bytes | None
     tokens: "array[int]"  # a list of them takes ten times the room
     tiers: int
+    salt: str | None = None
 
 
 class Counts(NamedTuple):
@@ -93,7 +95,9 @@ class Mirror:
 
     # ---- what the device holds
 
-    def named(self, keys: Sequence[bytes], parent: bytes | None, tokens: Sequence[int]) -> None:
+    def named(
+        self, keys: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], salt: str | None = None
+    ) -> None:
         """See `PoolListener.named`."""
         size = self._size
         heads = [key[:STORE_KEY_BYTES] for key in keys]
@@ -103,7 +107,9 @@ class Mirror:
                 block = self._blocks.get(head)
                 if block is None:
                     own = array("I", tokens[at * size : (at + 1) * size])
-                    block = self._blocks[head] = _Block(above[at], own, self._unknown.pop(head, 0))
+                    block = self._blocks[head] = _Block(
+                        above[at], own, self._unknown.pop(head, 0), salt if above[at] is None else None
+                    )
                     self._tell_tiers(head, block, block.tiers)
                 self._set(head, block, _DEVICE)
         self.wake()
@@ -162,7 +168,7 @@ class Mirror:
 
     def _set(self, head: bytes, block: _Block, tier: str) -> None:
         if not block.tiers & _BIT[tier]:
-            self._blocks[head] = _Block(block.parent, block.tokens, block.tiers | _BIT[tier])
+            self._blocks[head] = block._replace(tiers=block.tiers | _BIT[tier])
             self._tell_tiers(head, block, _BIT[tier])
 
     def _tell_tiers(self, head: bytes, block: _Block, tiers: int) -> None:
@@ -181,6 +187,8 @@ class Mirror:
         if isinstance(last, BlockStored) and last.medium == medium and last.block_hashes[-1] == block.parent:
             last.block_hashes.append(head)
             last.token_ids.extend(block.tokens)
+            if last.extra_keys is not None:
+                last.extra_keys.append(None)
             return
         stored = BlockStored(
             [head],
@@ -190,6 +198,7 @@ class Mirror:
             lora_id=None,
             medium=medium,
             lora_name=None,
+            extra_keys=None if block.salt is None else [[block.salt]],
             kv_cache_spec_kind=None if self._window is None else "sliding_window",
             kv_cache_spec_sliding_window=self._window,
         )

@@ -35,13 +35,16 @@ NOTHING = Amount(0)
 class PoolListener(Protocol):
     """Hears which names the pool's blocks have. Called in the engine's thread: it must return at once."""
 
-    def named(self, keys: Sequence[bytes], parent: bytes | None, tokens: Sequence[int]) -> None:
+    def named(
+        self, keys: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], salt: str | None = None
+    ) -> None:
         """Consecutive blocks of one chain have names now. By the engine, which knows the tokens: the pool does not.
 
         Args:
             keys: chain keys.
             parent: of the first one, None for the beginning of a chain.
             tokens: of all of them.
+            salt: that their chain begins with.
         """
         ...
 

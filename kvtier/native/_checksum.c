@@ -1,5 +1,5 @@
 /* kvtier.native._checksum: what moves blocks without the GIL, a whole batch in one call: copies past the caches that
- * compute the XXH3-128 in the same pass, and vectored reads and writes of files.
+ * compute the XXH3-128 in the same pass, plain copies of many runs, and vectored reads and writes of files.
  *
  * XXH3-128, seed 0, default secret, inputs longer than 240 bytes (the xxHash specification, 0.2.0). The hash
  * reads each 1 KiB stripe block from L1; the copy of the same bytes leaves by non-temporal stores, so the target's
@@ -464,7 +464,79 @@ static PyObject *addresses(PyObject *self, PyObject *buffers) {
     return found;
 }
 
+enum { MOST_THREADS = 16 };
+
+typedef struct {
+    const int64_t *targets, *sources, *sizes;
+    Py_ssize_t first, last;
+} Share;
+
+static void *copy_share(void *given) {
+    const Share *share = given;
+    for (Py_ssize_t at = share->first; at < share->last; at++)
+        memcpy((void *)(intptr_t)share->targets[at], (const void *)(intptr_t)share->sources[at],
+               (size_t)share->sizes[at]);
+    return NULL;
+}
+
+/* As many bytes for each thread; what finds no thread is done by the caller's. */
+static void copy_shared(Share whole, int threads) {
+    Share shares[MOST_THREADS];
+    int64_t total = 0, sum = 0;
+    int used = 0;
+    for (Py_ssize_t at = 0; at < whole.last; at++)
+        total += whole.sizes[at];
+    shares[0] = whole;
+    for (Py_ssize_t at = 0; at < whole.last && used < threads - 1; at++) {
+        sum += whole.sizes[at];
+        if (sum >= total / threads * (used + 1)) {
+            shares[used].last = at + 1;
+            shares[++used] = whole;
+            shares[used].first = at + 1;
+        }
+    }
+#if defined(__linux__)
+    pthread_t started[MOST_THREADS];
+    int running[MOST_THREADS] = {0};
+    for (int at = 1; at <= used; at++)
+        running[at] = pthread_create(&started[at], NULL, copy_share, &shares[at]) == 0;
+    for (int at = 0; at <= used; at++)
+        if (!running[at])
+            copy_share(&shares[at]);
+    for (int at = 1; at <= used; at++)
+        if (running[at])
+            pthread_join(started[at], NULL);
+#else
+    copy_share(&whole);
+#endif
+}
+
+static PyObject *copy_runs(PyObject *self, PyObject *args) {
+    Py_buffer columns[3];
+    int threads;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*y*i", &columns[0], &columns[1], &columns[2], &threads))
+        return NULL;
+    const int fits = columns[0].len == columns[1].len && columns[0].len == columns[2].len && columns[0].len % 8 == 0;
+    if (fits) {
+        const Share whole = {columns[0].buf, columns[1].buf, columns[2].buf, 0, columns[0].len / 8};
+        threads = threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
+        Py_BEGIN_ALLOW_THREADS
+        copy_shared(whole, threads);
+        Py_END_ALLOW_THREADS
+    }
+    for (int at = 0; at < 3; at++)
+        PyBuffer_Release(&columns[at]);
+    if (fits)
+        Py_RETURN_NONE;
+    PyErr_SetString(PyExc_ValueError, "expected three int64 columns of one length");
+    return NULL;
+}
+
 static PyMethodDef methods[] = {
+    {"copy_runs", copy_runs, METH_VARARGS,
+     "copy_runs(targets, sources, sizes, threads): memcpy between addresses, int64 columns, by up to so many threads. "
+     "Without the GIL for the whole batch."},
     {"copy_checksums", copy_checksums, METH_VARARGS,
      "copy_checksums(heads, sources, targets or Nones, sizes), lists: copy the leading bytes of each source and return "
      "xxh3_128(head + them) of each, 16 bytes. Without the GIL for the whole batch."},

@@ -159,6 +159,7 @@ class SamplingBody(_Body):
     tpot_target: float | None = Field(default=None, gt=0, le=_DAY)
     speculate: bool | None = None
     accept_lossy: bool | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     sparse: SparseKv | None = None
     kv_hints: KvHints | None = None
 

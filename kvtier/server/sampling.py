@@ -18,6 +18,7 @@ _AS_IT_IS = frozenset(
     {
         "accept_lossy",
         "beam_width",
+        "cache_salt",
         "frequency_penalty",
         "ignore_eos",
         "length_penalty",

@@ -4,13 +4,19 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvtier.policies import EvictionPolicy
-from kvtier.tiers import AddressableTier, BlockRef, Handle
+from kvtier.tiers import AddressableTier, BlockRef, Handle, Owner, Ticket
 
 __all__ = ["GatewayTier"]
 
 
 class GatewayTier(AddressableTier, Protocol):
     """The tier between the device and all others."""
+
+    def lease(
+        self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None, *, exact: bool = False
+    ) -> Ticket:
+        """`acquire` without a look at the bytes: whoever uses them compares them with `Handle.checksum` first."""
+        ...
 
     def duplicate(self, keys: Sequence[bytes], *, above: bool) -> None:
         """The device holds these records too (or not any more): they leave before all others."""

@@ -18,18 +18,22 @@ class Lease:
         owner: who holds it.
         parts: per block.
         exact: takes exact blocks only.
+        checked: of host, takes blocks whose bytes were verified only; else whoever reads them there verifies them.
         order: tier names, fastest first.
 
     Attributes:
         deleted: keys that were deleted while they were leased: they may be read where they lie, and go nowhere.
     """
 
-    __slots__ = ("_closed", "_lock", "_order", "blocks", "deleted", "exact", "owner", "parts")
+    __slots__ = ("_closed", "_lock", "_order", "blocks", "checked", "deleted", "exact", "owner", "parts")
 
-    def __init__(self, owner: Owner, parts: int = 1, *, exact: bool = True, order: Sequence[str] = ()) -> None:
+    def __init__(
+        self, owner: Owner, parts: int = 1, *, exact: bool = True, checked: bool = True, order: Sequence[str] = ()
+    ) -> None:
         self.owner = owner
         self.parts = parts
         self.exact = exact
+        self.checked = checked
         self.blocks: list[tuple[Tier, Handle]] = []
         self.deleted: frozenset[bytes] = frozenset()
         self._order = tuple(order)

@@ -237,15 +237,16 @@ class Placement:
 
     # ---- the whole
 
-    def settle(self) -> None:
-        """Wait until everything that was decided so far is written or dropped."""
+    def settle(self) -> bool:
+        """Wait until everything that was decided so far is written or dropped; False: a tier makes no progress."""
         done = threading.Event()
         self._lane.submit(self._count_lost)
         if self._lane.submit(done.set):
             done.wait()
-        for demoter in self._demoters:
-            if not demoter.drain():
-                self._metrics.timeouts.labels(demoter.port.name, "drain").inc()
+        hanging = [demoter.port.name for demoter in self._demoters if not demoter.drain()]
+        for name in hanging:
+            self._metrics.timeouts.labels(name, "drain").inc()
+        return not hanging
 
     def forget(self, keys: Sequence[bytes] | None = None) -> None:
         """These keys (None: all) were deleted."""

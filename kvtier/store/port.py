@@ -13,6 +13,7 @@ from kvtier.breaker import Breaker
 from kvtier.cost import SpeedMeter
 from kvtier.errors import KVTierError, TierTimeout
 from kvtier.metrics import Metrics
+from kvtier.store.gateway import GatewayTier
 from kvtier.store.lanes import Lane
 from kvtier.store.lookup import present
 from kvtier.store.options import StoreOptions
@@ -38,18 +39,27 @@ class Port:
     Args:
         tier: what it guards.
         options, metrics, clock: the store's.
-        memory: host memory: what it leases it has read and verified; it does not hang, and nothing works without it.
+        memory: the tier again, if it is host memory: what it acquires it has read and verified; it does not hang, and
+            nothing works without it.
     """
 
     def __init__(
-        self, tier: Tier, options: StoreOptions, metrics: Metrics, clock: Callable[[], float], *, memory: bool = False
+        self,
+        tier: Tier,
+        options: StoreOptions,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        *,
+        memory: GatewayTier | None = None,
     ) -> None:
         self.tier = tier
         self.name = tier.name
         # Look-ups have threads of their own: a disk that hangs does not keep anybody from learning what is there.
         self.lookups = Lane(f"kvtier-lookup-{tier.name}", _LOOKUP_THREADS)
         self.loads = Lane(f"kvtier-load-{tier.name}", _LOAD_THREADS)
-        self.breaker = Breaker(math.inf if memory else options.breaker_timeouts, options.breaker_pause, clock)
+        self.breaker = Breaker(
+            math.inf if memory is not None else options.breaker_timeouts, options.breaker_pause, clock
+        )
         self.reads = SpeedMeter()
         self.writes = SpeedMeter()
         self.staging = Staging(options.staging_bytes)
@@ -84,16 +94,24 @@ class Port:
         )
 
     def acquire(
-        self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None, *, exact: bool = False
+        self,
+        keys: Sequence[bytes],
+        owner: Owner,
+        deadline: float | None = None,
+        *,
+        exact: bool = False,
+        checked: bool = True,
     ) -> tuple[Handle, ...]:
-        """Lease the leading run; see `Tier.acquire`."""
+        """Lease the leading run; see `Tier.acquire` and, where it need not be checked here, `GatewayTier.lease`."""
         if expired(deadline):
             return ()
         start = time.perf_counter()
-        done = self.attempt("acquire", lambda: self.tier.acquire(keys, owner, deadline, exact=exact).wait(), None)
+        memory = self._memory
+        take = self.tier.acquire if checked or memory is None else memory.lease
+        done = self.attempt("acquire", lambda: take(keys, owner, deadline, exact=exact).wait(), None)
         if done is None:
             return ()
-        if self._memory:
+        if memory is not None and checked:
             self.reads.observe(sum(handle.nbytes for handle in done.handles), time.perf_counter() - start)
         if Status.TIMEOUT in done.statuses:
             self.timed_out("acquire", deadline, time.perf_counter() - start)

@@ -89,7 +89,10 @@ class TieredStore:
         self.options = options
         self.events = events
         self._recoder = Recoder(self.tiers, options.formats, accept_lossy=options.accept_lossy)
-        self._ports = [Port(tier, options, self.metrics, clock, memory=tier is host) for tier in self.tiers]
+        self._ports = [
+            Port(host, options, self.metrics, clock, memory=host),
+            *(Port(tier, options, self.metrics, clock) for tier in lower),
+        ]
         gate = self._ports[0]
         self._demoters = [
             Demoter(host, gate, port, self._recoder, bound=options.writeback_bytes, patience=options.load_deadline)
@@ -216,15 +219,17 @@ class TieredStore:
         lossy: bool | None = None,
         deadline: float | None = None,
         depth: int = 0,
+        checked: bool = True,
     ) -> "Future[Lease]":
         """Lease the longest leading run of `keys`, each part in the fastest tier that has it.
 
-        Host blocks are checksummed now, blocks of lower tiers when they are fetched. At the deadline (None:
+        Host blocks are checksummed now (unless `checked` is False: whoever reads them compares them with
+        `Handle.checksum`), blocks of lower tiers when they are fetched. At the deadline (None:
         `StoreOptions.load_deadline` from now) the lease is what was found until then. `depth` is as in `match`.
         """
         _check_parts(keys, parts)
         until = self._deadlines.absolute(deadline)
-        lease = self._leases.new(owner, parts, exact=self._exact(lossy=lossy))
+        lease = self._leases.new(owner, parts, exact=self._exact(lossy=lossy), checked=checked)
         steps = self._acquire(lease, list(keys), until, depth)
         return self._deadlines.run("acquire", steps, lambda: self._leases.complete(lease), until)
 
@@ -445,7 +450,7 @@ class TieredStore:
         names = [tier.name for tier in self.tiers]
         if tier_name not in (None, *names):
             raise ConfigError(f"no tier {tier_name!r}: expected one of {', '.join(names)}")
-        self._settle()
+        self.settle()
         if tier_name in (None, self.host.name):
             self._inflight.delete()
         if tier_name is None and ns is None:
@@ -466,13 +471,18 @@ class TieredStore:
 
         A tier that makes no progress for `StoreOptions.load_deadline` is not waited for any longer; that is counted.
         """
-        self._settle()
+        self.settle()
         for port in self._ports:
             port.patiently("flush", port.tier.flush)
 
-    def _settle(self) -> None:
+    def settle(self) -> bool:
+        """Wait until all puts so far are in host and what is to go down with them is written or dropped.
+
+        Returns:
+            False where a tier made no progress for `StoreOptions.load_deadline`: it is not waited for any longer.
+        """
         self._barrier()
-        self._placement.settle()
+        return self._placement.settle()
 
     def _barrier(self) -> None:
         done = threading.Event()

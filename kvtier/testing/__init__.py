@@ -3,6 +3,8 @@
 Nothing here imports a test framework; pytest rewrites the asserts where `pytest.register_assert_rewrite` names them.
 """
 
+from kvtier.testing.adapter_case import AdapterCase, AdapterEngine, AdapterSetup
+from kvtier.testing.adapters import AdapterSuite
 from kvtier.testing.faults import Fault, Kind
 from kvtier.testing.faulty import FaultyHostTier, FaultyTier
 from kvtier.testing.formats import FormatSuite
@@ -10,6 +12,10 @@ from kvtier.testing.policies import PolicySuite
 from kvtier.testing.tiers import OpenTierSuite, TierSuite
 
 __all__ = [
+    "AdapterCase",
+    "AdapterEngine",
+    "AdapterSetup",
+    "AdapterSuite",
     "Fault",
     "FaultyHostTier",
     "FaultyTier",

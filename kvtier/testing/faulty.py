@@ -372,6 +372,13 @@ class FaultyHostTier(FaultyTier):
         """See `AddressableTier.regions`."""
         return self._memory.regions()
 
+    def lease(
+        self, keys: Sequence[bytes], owner: Owner, deadline: float | None = None, *, exact: bool = False
+    ) -> Ticket:
+        """See `GatewayTier.lease`."""
+        self._maybe_hang(self._strike("lease"))
+        return self._memory.lease(keys, owner, deadline, exact=exact)
+
     def duplicate(self, keys: Sequence[bytes], *, above: bool) -> None:
         """See `GatewayTier.duplicate`."""
         self._maybe_hang(self._strike("duplicate"))

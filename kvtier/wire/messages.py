@@ -194,15 +194,26 @@ class Got(_Items, frozen=True, kw_only=True):
 
 
 class Lease(_Read, frozen=True, kw_only=True):
-    """As `Get`, but the bytes stay where they are, in the shared regions, until `Release`."""
+    """As `Get`, but the bytes stay where they are, in the shared regions, until `Release`.
+
+    unchecked: the service does not look at the bytes: the client does, with what guards each item.
+    """
+
+    unchecked: bool = False
 
 
 class Leased(_Items, frozen=True, kw_only=True):
-    """As `Got`, and where each item lies. `lease`: what to release; 0 where nothing was found."""
+    """As `Got`, and where each item lies. `lease`: what to release; 0 where nothing was found.
+
+    heads, checksums: of an unchecked lease, 64 and 16 bytes for each item, whose bytes are sound if
+    xxh3_128(head + bytes) is the checksum.
+    """
 
     lease: int = 0
     regions: list[int] = []
     offsets: list[int] = []
+    heads: bytes = b""
+    checksums: bytes = b""
 
 
 class Release(_Request, frozen=True):

@@ -11,12 +11,12 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from kvtier.errors import FormatMismatch, LeaseError
 from kvtier.gpu.copies.mover import BlockMove, Mover
 from kvtier.gpu.copies.tickets import CopyTicket, LayerGate
+from kvtier.gpu.pages import Pages
 from kvtier.gpu.streams import make_streams
 from kvtier.gpu.streams.base import Event, HostWork, Streams
 from kvtier.gpu.streams.runs import Direction
@@ -31,26 +31,22 @@ class CopyEngine:
     """Copies between the rows of a device pool and host memory. Thread-safe.
 
     Args:
-        pool: uint8 [num_blocks, block_bytes], contiguous, on any device.
+        pool: uint8 [num_blocks, block_bytes] on any device, contiguous, or where else its blocks lie.
         streams: of that device; None: the best there are.
 
     Raises:
         FormatMismatch: a tensor of another shape or dtype.
     """
 
-    def __init__(self, pool: Tensor, streams: Streams | None = None) -> None:
-        if pool.dtype != torch.uint8 or pool.ndim != 2 or not pool.is_contiguous():
-            raise FormatMismatch(
-                f"pool {list(pool.shape)} of {pool.dtype}: expected contiguous uint8 [num_blocks, block_bytes]; "
-                f"give DevicePool.as_bytes()"
-            )
-        self._block_bytes = pool.shape[1]
+    def __init__(self, pool: Tensor | Pages, streams: Streams | None = None) -> None:
+        if isinstance(pool, Tensor):
+            pool = Pages.of([pool])
+        self._block_bytes, self._pages = pool.block_bytes, len(pool)
         self._streams = make_streams(pool.device) if streams is None else streams
         self._movers = {direction: Mover(pool, direction, self._streams) for direction in Direction}
         self._lanes = {direction: self._streams.lane(f"kvtier-copy-{direction.value}") for direction in Direction}
         self._lock = threading.Lock()
         self._closed = False
-        self._pool = pool  # the movers know its address only
 
     def submit(
         self,
@@ -96,8 +92,11 @@ class CopyEngine:
             FormatMismatch: blocks have no such slices.
             LeaseError: the engine is closed.
         """
-        if layers < 1 or self._block_bytes % layers:
-            raise FormatMismatch(f"blocks of {self._block_bytes} bytes in {layers} layers: expected equal ones")
+        if layers < 1 or self._block_bytes % layers or (layers > 1 and self._pages > 1):
+            raise FormatMismatch(
+                f"blocks of {self._block_bytes} bytes, {self._pages} pages, in {layers} layers: expected equal slices "
+                "of one page"
+            )
         gate = LayerGate(self._streams, layers)
         moves = [[BlockMove(*copy) for copy in copies] for copies in jobs]
         tickets = [CopyTicket(len(job), self._streams.flag()) for job in moves]

@@ -11,10 +11,10 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kvtier.errors import KVTierError
 from kvtier.gpu.copies.tickets import LayerGate
+from kvtier.gpu.pages import Pages
 from kvtier.gpu.streams.base import Event, Streams
 from kvtier.gpu.streams.runs import Direction, Runs, addresses_of
 
@@ -50,14 +50,14 @@ class Mover:
     Pinned memory moves by DMA or by a kernel; pageable memory may hold up the lane.
 
     Args:
-        pool: uint8 [num_blocks, block_bytes], contiguous.
+        pool: where its blocks lie.
         direction: of all its copies.
         streams: of the pool's device.
     """
 
-    def __init__(self, pool: Tensor, direction: Direction, streams: Streams) -> None:
-        self._base = pool.data_ptr()
-        self._num_blocks, self._block_bytes = pool.shape
+    def __init__(self, pool: Pages, direction: Direction, streams: Streams) -> None:
+        self._pool = pool
+        self._num_blocks, self._block_bytes = pool.num_blocks, pool.block_bytes
         self._direction = direction
         self._streams = streams
         self._stream = streams.side()
@@ -127,7 +127,7 @@ class Mover:
                 return at
             if decode is None:
                 continue
-            target = self._streams.direct(self._base + block_id * self._block_bytes, self._block_bytes)
+            target = self._direct(block_id)
             if target is not None:
                 if not _decoded(decode, memory, target):
                     return at
@@ -142,6 +142,11 @@ class Mover:
             self._bounced += 1
         return len(moves)
 
+    def _direct(self, block_id: int) -> memoryview | None:
+        if len(self._pool) > 1:
+            return None
+        return self._streams.direct(int(self._pool.base[0] + block_id * self._pool.stride[0]), self._block_bytes)
+
     def _bounce_blocks(self) -> NDArray[np.uint8]:
         if self._bounce is None:
             self._bounce = self._streams.buffer(BOUNCE_BLOCKS * self._block_bytes).reshape(BOUNCE_BLOCKS, -1)
@@ -152,8 +157,7 @@ class Mover:
         return self._runs([move.block_id for move in raw], [move.memory for move in raw])
 
     def _runs(self, block_ids: Sequence[int], memories: Sequence[memoryview]) -> Runs:
-        offsets = np.asarray(block_ids, np.int64) * self._block_bytes
-        return Runs.of(self._base + offsets, addresses_of(memories), self._block_bytes)
+        return self._pool.runs(block_ids, addresses_of(memories))
 
     def _fits(self, block_id: int, memory: memoryview, *, encoded: bool) -> bool:
         to_device = self._direction is Direction.TO_DEVICE

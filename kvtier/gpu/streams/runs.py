@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.native.copying import copy_runs
+
 __all__ = ["Direction", "Runs", "address_of", "addresses_of"]
 
 
@@ -63,8 +65,7 @@ class Runs:
         """Make the copies at once, where both sides are host memory. Lets go of the GIL."""
         joined = self.merged()
         columns = (joined.device, joined.host) if direction is Direction.TO_DEVICE else (joined.host, joined.device)
-        for target, source, nbytes in zip(*(column.tolist() for column in (*columns, joined.nbytes)), strict=True):
-            ctypes.memmove(target, source, nbytes)
+        copy_runs(*columns, joined.nbytes)
 
 
 class _Buffer(ctypes.Structure):

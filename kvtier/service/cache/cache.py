@@ -278,6 +278,7 @@ class Cache:
         each: bool = False,
         deadline: float | None = None,
         depth: int = 0,
+        checked: bool = True,
     ) -> "Future[Reading]":
         """Bring blocks into host and hold them there, until the reading is closed. Scope read.
 
@@ -291,9 +292,10 @@ class Cache:
             each: whatever is there; False: the leading run.
             deadline: by which the reading is there.
             depth: of the first key in its chain.
+            checked: False: the caller compares what it reads with `Found.guard`; conflict where it cannot.
 
         Raises:
-            ServiceError: forbidden, unknown_namespace, invalid, too_large, busy, timeout.
+            ServiceError: forbidden, unknown_namespace, invalid, too_large, busy, timeout, conflict.
         """
 
         def start() -> "Future[Reading]":
@@ -301,11 +303,9 @@ class Cache:
             chosen = tuple(range(space.parts)) if parts is None else tuple(parts)
             self._check(keys, len(chosen))
             if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(space.parts)):
-                raise ServiceError(
-                    "invalid", f"parts {list(chosen)}: expected some of 0 to {space.parts - 1}, once each"
-                )
+                raise ServiceError("invalid", f"parts {list(chosen)}: expected some of 0..{space.parts - 1}, once each")
             most, until = self.settings.max_batch, self._until(deadline)
-            request = ReadRequest(space, list(keys), chosen, _CLIENT + owner, lossy, each, until, most, depth)
+            request = ReadRequest(space, list(keys), chosen, _CLIENT + owner, lossy, each, until, most, depth, checked)
             future = tenant.read(request)
             future.add_done_callback(partial(self._moved_out, tenant))
             return future
@@ -408,8 +408,7 @@ class Cache:
         """Keep the leading run that is in host there, for `ttl` seconds or until `unpin`. Scope write.
 
         Raises:
-            ServiceError: forbidden, unknown_namespace, invalid, too_large, quota_exceeded; unknown_block: none is
-                there.
+            ServiceError: forbidden, unknown_namespace, invalid, too_large, quota_exceeded, unknown_block.
         """
         with self._calls.call("pin", caller):
             tenant, space = self._space(caller, Scope.WRITE, ns)

@@ -3,14 +3,21 @@
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import xxhash
 
 from kvtier.errors import LeaseError
 from kvtier.layout import Span
 
-__all__ = ["Found", "Reading"]
+__all__ = ["Found", "InHost", "Reading"]
+
+
+class InHost(NamedTuple):
+    """Says where a block lies in host, and what guards its bytes there: see `Found.span` and `Found.guard`."""
+
+    locate: Callable[[], Span]
+    guard: Callable[[], tuple[bytes, bytes]]
 
 
 class Found:
@@ -24,10 +31,10 @@ class Found:
         exact: whether it is lossless.
         tier: where it was found.
         data: raw bytes, valid until the reading is closed.
-        locate: says where in the tenant's shared memory they lie; None: they were decoded, and lie elsewhere.
+        in_host: where in the tenant's shared memory they lie; None: they were decoded, and lie elsewhere.
     """
 
-    __slots__ = ("_digest", "_locate", "data", "depth", "exact", "key", "nbytes", "parent", "part", "tier")
+    __slots__ = ("_digest", "_in_host", "data", "depth", "exact", "key", "nbytes", "parent", "part", "tier")
 
     def __init__(
         self,
@@ -39,7 +46,7 @@ class Found:
         data: memoryview,
         *,
         exact: bool,
-        locate: Callable[[], Span] | None = None,
+        in_host: InHost | None = None,
     ) -> None:
         self.key = key
         self.part = part
@@ -50,12 +57,17 @@ class Found:
         self.data = data
         self.nbytes = data.nbytes
         self._digest: bytes | None = None
-        self._locate = locate
+        self._in_host = in_host
 
     @property
     def span(self) -> Span | None:
         """Where `data` lies in the regions of `Cache.regions`, while the reading is open; None: not there."""
-        return None if self._locate is None else self._locate()
+        return None if self._in_host is None else self._in_host.locate()
+
+    @property
+    def guard(self) -> tuple[bytes, bytes] | None:
+        """A head of 64 bytes and a checksum: xxh3_128(head + `data`) is the checksum; None: they were decoded."""
+        return None if self._in_host is None else self._in_host.guard()
 
     @property
     def digest(self) -> bytes:

@@ -13,9 +13,9 @@ from kvtier.errors import LeaseError
 from kvtier.service.cache.errors import ServiceError
 from kvtier.service.cache.inflight import InFlight
 from kvtier.service.cache.namespaces import OpenNamespace
-from kvtier.service.cache.reading import Found, Reading
+from kvtier.service.cache.reading import Found, InHost, Reading
 from kvtier.store import Lease, TieredStore
-from kvtier.tiers import Handle, expired
+from kvtier.tiers import Handle, checksum_heads, expired
 
 __all__ = ["Read", "ReadRequest"]
 
@@ -35,6 +35,7 @@ class ReadRequest(NamedTuple):
         deadline: `time.monotonic()` seconds.
         most: bytes, at most.
         depth: of the first key in its chain.
+        checked: False: the reader compares what it reads with `Found.guard`.
     """
 
     space: OpenNamespace
@@ -46,6 +47,7 @@ class ReadRequest(NamedTuple):
     deadline: float
     most: int
     depth: int = 0
+    checked: bool = True
 
 
 class _Run:
@@ -130,6 +132,7 @@ class Read:
             lossy=request.lossy,
             deadline=request.deadline,
             depth=request.depth + run.start,
+            checked=request.checked,
         )
         future.add_done_callback(partial(self._acquired, run))
 
@@ -216,8 +219,10 @@ class Read:
         host, layout = self._store.host, space.layout(part)
         data = host.buffer(handle)[: handle.nbytes]
         if handle.fmt == _RAW or layout is None:
-            locate = partial(host.span, handle)
-            return Found(key, part, ref.depth, parent, tier, data, exact=ref.exact, locate=locate)
+            in_host = InHost(partial(host.span, handle), partial(_guard, handle))
+            return Found(key, part, ref.depth, parent, tier, data, exact=ref.exact, in_host=in_host)
+        if not self._request.checked:
+            raise ServiceError("conflict", "these blocks lie encoded in host, and are decoded checked only: get them")
         raw = memoryview(bytearray(layout.block_bytes()))
         formats.get(handle.fmt).decode(data, layout, raw)
         return Found(key, part, ref.depth, parent, tier, raw.toreadonly(), exact=ref.exact)
@@ -257,6 +262,10 @@ class Read:
         self._inflight.give(taken)
         self._ended(self)
         return True
+
+
+def _guard(handle: Handle) -> tuple[bytes, bytes]:
+    return checksum_heads([handle])[0], handle.checksum
 
 
 class _Attempt:

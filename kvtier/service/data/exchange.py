@@ -68,10 +68,11 @@ class Exchange:
         self.stream.receive(head, self._idle)
         return head
 
-    def body(self, out: memoryview) -> None:
-        """Fill `out` with what follows of the request's body."""
-        self.stream.receive(out, self._seconds(out.nbytes))
-        self.unread -= out.nbytes
+    def body(self, *outs: memoryview) -> None:
+        """Fill `outs`, in order, with what follows of the request's body."""
+        nbytes = sum([out.nbytes for out in outs])
+        self.stream.fill(outs, self._seconds(nbytes))
+        self.unread -= nbytes
 
     def skip(self) -> None:
         """Receive the rest of the body, for nothing."""

@@ -44,10 +44,12 @@ class _Windows:
     Args:
         session: whose.
         asked: the request.
+        checked: whether the bytes are verified here.
     """
 
-    def __init__(self, session: Session, asked: Get | Lease) -> None:
+    def __init__(self, session: Session, asked: Get | Lease, *, checked: bool = True) -> None:
         self._session = session
+        self._checked = checked
         self._asked = asked
         self._keys = session.keys(asked.keys, asked.width)
         self._deadline = session.deadline(asked.timeout)
@@ -101,6 +103,7 @@ class _Windows:
             each=asked.each,
             deadline=self._deadline,
             depth=asked.depth + start,
+            checked=self._checked,
         )
 
     def _widen(self, reading: Reading) -> None:
@@ -143,22 +146,28 @@ def answer_lease(exchange: Exchange, session: Session, head: memoryview) -> None
     """Where the bytes lie in the shared regions: one hold until it is released, or the connection ends."""
     asked = decode(Lease, head)
     session.require_shared()
-    window = _Windows(session, asked).whole()
+    window = _Windows(session, asked, checked=not asked.unchecked).whole()
     try:
-        answer = _leased(session, window, asked.ns)
+        answer = _leased(session, window, asked)
     except BaseException:
         window.reading.close()
         raise
     exchange.answer(encode(answer))
 
 
-def _leased(session: Session, window: _Window, ns: str) -> Leased:
+def _leased(session: Session, window: _Window, asked: Lease) -> Leased:
     found = window.reading.blocks
     spans = [span for block in found if (span := block.span) is not None]
     if len(spans) < len(found):
-        raise ServiceError("conflict", f"blocks of namespace {ns} lie encoded in host: get them instead")
+        raise ServiceError("conflict", f"blocks of namespace {asked.ns} lie encoded in host: get them instead")
     regions, offsets = [span.region for span in spans], [span.offset for span in spans]
     columns = _columns(window, found)
+    if asked.unchecked:
+        guards = [guard for block in found if (guard := block.guard) is not None]
+        columns |= {
+            "heads": b"".join([head for head, _ in guards]),
+            "checksums": b"".join([sum_ for _, sum_ in guards]),
+        }
     if not found:
         # Nobody would release it: it would be held for as long as the connection lives.
         window.reading.close()

@@ -92,8 +92,7 @@ class _Puts:
             room = session.cache.room(session.caller, self._ns, sizes)
             if room is not None:
                 memory.callback(room.close)
-                for view in room.views:
-                    exchange.body(view)
+                exchange.body(*room.views)
                 self.put(items, room.views, memory.pop_all(), room.handles)
                 return
             buffer = memory.enter_context(session.port.buffers.lend(session.caller.tenant, sum(sizes), _BUFFER_SECONDS))

@@ -167,7 +167,13 @@ def test_shared_memory(service: World) -> None:
     lease, _ = client.call(LEASE, {"ns": "document", "keys": b"".join(keys), "width": 32})
     for at, region, offset, nbytes in zip(lease["at"], lease["regions"], lease["offsets"], lease["sizes"], strict=True):
         assert regions[region][offset : offset + nbytes] == content(keys[at], SIZE)
+    assert "checksums" not in lease or not lease["checksums"]
     assert client.call(RELEASE, {"leases": [lease["lease"]]})[0] == {}
+    unchecked, _ = client.call(LEASE, {"ns": "document", "keys": b"".join(keys), "width": 32, "unchecked": True})
+    for at, key in enumerate(keys):
+        guarded = unchecked["heads"][64 * at : 64 * (at + 1)] + content(key, SIZE)
+        assert xxhash.xxh3_128_digest(guarded) == unchecked["checksums"][16 * at : 16 * (at + 1)]
+    assert client.call(RELEASE, {"leases": [unchecked["lease"]]})[0] == {}
     client.send(RELEASE, {"leases": [lease["lease"]]})
     assert client.receive(RELEASE)[1]["code"] == "invalid"
     client.sock.close()

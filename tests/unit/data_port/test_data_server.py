@@ -4,6 +4,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
@@ -370,14 +371,14 @@ def test_bytes_that_arrive_damaged_are_an_error(service: World, monkeypatch: pyt
         keys = chain(3, "damaged")
         assert set(client.put_many("damaged", blocks(keys))) == {"stored"}
         assert len(client.get_many("damaged", keys)) == 3
-        honest = PlainStream.receive
+        honest = PlainStream.fill
 
-        def flips(stream: PlainStream, out: memoryview, seconds: float) -> None:
-            honest(stream, out, seconds)
-            if out.nbytes == BLOCK:
-                out[100] ^= 1
+        def flips(stream: PlainStream, outs: Sequence[memoryview], seconds: float) -> None:
+            honest(stream, outs, seconds)
+            assert outs[0].nbytes == BLOCK
+            outs[0][100] ^= 1
 
-        monkeypatch.setattr(PlainStream, "receive", flips)
+        monkeypatch.setattr(PlainStream, "fill", flips)
         with pytest.raises(WrongDigest, match=keys[0].hex()):
             client.get_many("damaged", keys)
         with pytest.raises(Invalid) as refused:

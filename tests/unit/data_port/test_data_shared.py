@@ -37,6 +37,25 @@ def test_a_lease_shows_the_bytes_in_place(filled: World) -> None:
         assert all(item.data.readonly for item in lease.blocks)
 
 
+def test_a_block_that_rotted_in_host_is_a_miss_also_where_the_client_verifies(filled: World) -> None:
+    host = filled.cache._tenants["red"].store.host
+    memory = host._slab.region.array
+    place = memory.tobytes().find(content(KEYS[2]))
+    with filled.client("shared") as client:
+        into = [memoryview(bytearray(BLOCK)) for _ in KEYS]
+        assert len(client.get_many("memory", KEYS, into=into)) == 4
+        memory[place + 100] ^= 1
+        found = client.get_many("memory", KEYS, into=into)
+        assert [item.key for item in found] == KEYS[:2]
+        assert [bytes(item.data) for item in found] == [content(key) for key in KEYS[:2]]
+        # The service was told, and has dropped it with what hung from it.
+        assert host.stats()["corrupt"] == 1
+        assert len(client.match("memory", KEYS).tiers) == 2
+        assert client.put_many("memory", blocks(KEYS))[2:] == [PutOutcome.STORED] * 2
+        assert [bytes(item.data) for item in client.get_many("memory", KEYS)] == [content(key) for key in KEYS]
+    assert filled.settled() == NOTHING
+
+
 def test_the_kernel_refuses_writes_through_the_mapping(filled: World) -> None:
     process = leasing_process(
         filled,

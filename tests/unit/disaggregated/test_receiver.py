@@ -48,6 +48,15 @@ def test_what_is_short_or_there_or_to_be_scored_is_computed_here(prefill: Runnin
     assert metrics.value("handovers_total", ending="away") == 1
 
 
+def test_a_salted_prompt_is_handed_over_to_those_who_know_the_salt(prefill: RunningPrefill, receiver: Receiver) -> None:
+    salted = SamplingParams(max_tokens=1, cache_salt="ours")
+    assert outcome(receiver.begin(PROMPT, salted)) == Outcome("finished", BLOCKS)
+    assert receiver.begin(PROMPT, salted) is None  # it is there
+    assert outcome(receiver.begin(PROMPT, SamplingParams(max_tokens=1, cache_salt="theirs"))).blocks == BLOCKS
+    assert len(prefill.side.store.match(prefill.side.keys(PROMPT)).tiers) == 0
+    assert len(prefill.side.store.match(prefill.side.keys(PROMPT, "ours")).tiers) == BLOCKS
+
+
 def test_what_comes_early_leaves_half_of_host_to_others(prefill: RunningPrefill, receiver: Receiver) -> None:
     store, keys = prefill.llm.store, prefill.side.keys(PROMPT)
     room = store.host.stats()["capacity_bytes"] // 2 // prefill.side.block_bytes

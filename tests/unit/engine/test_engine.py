@@ -284,6 +284,28 @@ def test_hints_and_the_opt_in_reach_the_hook(loaded: LoadedModel) -> None:
         engine.add("bad", PROMPTS[2], None, {"priority": 2})  # type: ignore[arg-type]
 
 
+def test_a_salt_keeps_prompts_apart_and_changes_no_output(loaded: LoadedModel) -> None:
+    engine = engine_of(loaded, num_blocks=64)
+    found, outputs = [], []
+    for number, salt in enumerate([None, "a", "b", None, "a"]):
+        engine.add(str(number), PROMPTS[3], SamplingParams(max_tokens=4, cache_salt=salt))
+        output = finish(engine)[str(number)]
+        found.append(output.metrics.cached_tokens > 0)
+        outputs.append(output.token_ids)
+    assert found == [False, False, False, True, True]
+    assert len(set(map(tuple, outputs))) == 1
+
+
+def test_sequences_of_one_request_and_those_of_one_batch_share_under_a_salt(loaded: LoadedModel) -> None:
+    engine = engine_of(loaded, num_blocks=64)
+    salted = SamplingParams(max_tokens=4, n=2, temperature=1.0, seed=3, cache_salt="a")
+    requests = [Request(str(at), PROMPTS[3], salted, 1, block_size=4, limit=64) for at in range(2)]
+    assert requests[0].chain == requests[1].chain == requests[0].sibling("other", salted, 2).chain
+    assert requests[0].chain[0] != Request("p", PROMPTS[3], GREEDY, 1, block_size=4, limit=64).chain[0]
+    engine.add("r", PROMPTS[3], salted)
+    assert len(finish(engine)["r"].token_ids) == 4
+
+
 def test_a_failed_step_saves_nothing_and_the_engine_goes_on(
     loaded: LoadedModel, recorder: Recorder, failing: TinyModel
 ) -> None:

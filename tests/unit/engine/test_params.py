@@ -27,6 +27,9 @@ from kvtier.errors import ConfigError, RequestError
         ("stop", (3,)),
         ("stop_token_ids", (-1,)),
         ("accept_lossy", "yes"),
+        ("cache_salt", ""),
+        ("cache_salt", b"bytes"),
+        ("cache_salt", "\ud800"),
     ],
 )
 def test_out_of_range_is_refused_by_name(field: str, value: object) -> None:

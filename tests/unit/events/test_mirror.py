@@ -41,6 +41,15 @@ def refs(chain: int, start: int, stop: int, space: Namespace = SPACE) -> list[Bl
     return [BlockRef(keys[at], ns, at, keys[at - 1] if at else None, True) for at in range(start, stop)]
 
 
+def test_the_first_block_of_a_salted_chain_says_its_salt() -> None:
+    mirror = Mirror(SIZE)
+    keys, tokens = CHAINS[0]
+    mirror.named(keys[:2], None, tokens[: 2 * SIZE], "ours")
+    mirror.named(keys[2:3], keys[1], tokens[2 * SIZE : 3 * SIZE], "ours")
+    told = [event for event in mirror.take() if isinstance(event, BlockStored)]
+    assert [(len(event.block_hashes), event.extra_keys) for event in told] == [(3, [["ours"], None, None])]
+
+
 def named(mirror: Mirror, chain: int, start: int, stop: int) -> None:
     keys, tokens = CHAINS[chain]
     mirror.named(keys[start:stop], keys[start - 1] if start else None, tokens[start * SIZE : stop * SIZE])

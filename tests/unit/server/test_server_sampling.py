@@ -42,6 +42,7 @@ def test_everything_that_is_said_arrives():
         "tpot_target": 0.125,
         "speculate": False,
         "accept_lossy": True,
+        "cache_salt": "ours",
     }
     said = {"stop": "a", "stop_token_ids": [3, 4, 3], "logit_bias": {"5": -1}, "sparse": {"kind": "quest", "sink": 2}}
     meant = {"stop": ("a",), "stop_token_ids": {3, 4}, "logit_bias": {5: -1.0}, "sparse": Sparse("quest", sink=2)}
