@@ -250,6 +250,14 @@ def test_identical_from_host_and_from_nvme_after_a_restart(
             llm.flush()
 
 
+def test_exclusive_copies_are_refused(models: dict[str, Windowed]) -> None:
+    model = models["qwen3"]
+    tiny_tokenizer().backend.save(str(model.directory / "tokenizer.json"))
+    tiers = {"host": {"capacity": "16MiB", "copies": "exclusive"}}
+    with pytest.raises(ConfigError, match="choose copies = 'inclusive'"):
+        LLM(model.directory, tiering=tiers, num_blocks=64, block_size=SIZE)
+
+
 # ---- sizes
 
 
