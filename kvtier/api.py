@@ -56,9 +56,8 @@ class _Stack:
         pool_size(self.model, options)
         layout = self.model.model.layout(options.block_size)
         log = None if self.config.events.endpoint is None else EventLog()
-        self.store = store or open_store(
-            self.config.tiering, block_bytes=layout.block_bytes(), layout=layout, events=log
-        )
+        largest = max(layout.block_bytes(group) for group in range(len(layout.groups)))
+        self.store = store or open_store(self.config.tiering, block_bytes=largest, layout=layout, events=log)
         self.connection: Connection | None = None
         self.publisher: Publisher | None = None
         self.closed = False

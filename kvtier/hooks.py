@@ -99,6 +99,9 @@ class StepSpan(NamedTuple):
                 computed before    computed by this step
 
     In the place of blocks behind the model's window: `NO_BLOCK`.
+
+    windowed_ids: where only some layers have a window, and are a layer group with a pool of its own, the same table in
+        that one, with `NO_BLOCK` behind the window; `block_ids` has none then.
     """
 
     request: RequestView
@@ -106,15 +109,20 @@ class StepSpan(NamedTuple):
     start: int
     stop: int
     exact: bool
+    windowed_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the engine is about to run. `written`: device blocks whose content this step may change."""
+    """What the engine is about to run.
+
+    written: device blocks whose content this step may change. windowed_written: those of the windowed layers' own pool.
+    """
 
     index: int
     spans: tuple[StepSpan, ...]
     written: frozenset[int]
+    windowed_written: frozenset[int] = frozenset()
 
 
 class Load(NamedTuple):
@@ -204,15 +212,24 @@ class SchedulerHook(Protocol):
         """How many tokens beyond the device's own prefix hit can be loaded. Repeatable."""
         ...
 
-    def allocated(self, request: RequestView, block_ids: Sequence[int], external_tokens: int) -> None:
+    def allocated(
+        self, request: RequestView, block_ids: Sequence[int], external_tokens: int, windowed_ids: Sequence[int] = ()
+    ) -> None:
         """The request got device blocks and takes `external_tokens` of the last match (0: gives it up).
 
-        What `NO_BLOCK` stands for is not to be loaded.
+        What `NO_BLOCK` stands for is not to be loaded. `windowed_ids`: see `StepSpan`; left out where there are none.
         """
         ...
 
     def swap_out(
-        self, request: RequestView, block_ids: Sequence[int], num_tokens: int, *, exact: bool, forced: bool
+        self,
+        request: RequestView,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        exact: bool,
+        forced: bool,
+        windowed_ids: Sequence[int] = (),
     ) -> bool:
         """A running request is to lose its blocks and to go on later: keep what they hold of its first tokens.
 
@@ -225,6 +242,7 @@ class SchedulerHook(Protocol):
             num_tokens: tokens whose KV the blocks hold.
             exact: see `StepSpan`.
             forced: also where computing it again is expected to be cheaper.
+            windowed_ids: see `StepSpan`; left out where there are none.
 
         Returns:
             True: `Completed.swapped` will name the request; from then on `match` offers what was kept, until the

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any
 
-from scheduler_device import GARBAGE, Device, continuation
+from scheduler_device import Device, continuation
+from scheduler_fate import Fate, RandomFate
 
 from kvtier.engine.outputs import Sampled
 from kvtier.engine.params import SamplingParams
@@ -14,9 +14,12 @@ from kvtier.engine.plan import Draft, StepPlan
 from kvtier.engine.request import Request, State
 from kvtier.engine.rules import SchedulingRules
 from kvtier.engine.scheduler import Scheduler
+from kvtier.gpu.mixed import MixedBlockPool
 from kvtier.gpu.pool import BlockPool
 from kvtier.hooks import NO_BLOCK, Completed, Load, Match, Pending, Save, Step, TransferPlan, TransferResults
 from kvtier.layout import Span
+
+__all__ = ["Connector", "Fate", "Offer", "RandomFate", "Stored", "Swap", "World"]
 
 
 @dataclass
@@ -44,81 +47,13 @@ class Offer:
     keys: list[bytes]
     first: int = 0
     block_ids: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
     job: int | None = None
     good: int = 0
     abandoned: bool = False
     stop: int = 0
     exact: bool = True
     private: list[list[int]] = field(default_factory=list)
-
-
-@dataclass
-class Fate:
-    """What befalls transfers; by default everything goes well and at once."""
-
-    lookup: int = 0
-    starting: bool = True
-    loading: bool = True
-    saving: bool = True
-    arriving: int | None = None
-    swapping: bool = True
-    keeping: bool = True
-    copying: float | None = None
-
-    def lookup_steps(self) -> int:
-        return self.lookup
-
-    def load_starts(self) -> bool:
-        return self.starting
-
-    def load_ends(self) -> bool:
-        return self.loading
-
-    def save_ends(self) -> bool:
-        return self.saving
-
-    def good_copies(self, copies: int) -> int:
-        return copies if self.arriving is None else min(self.arriving, copies)
-
-    def swaps(self) -> bool:
-        return self.swapping
-
-    def keeps(self) -> bool:
-        return self.keeping
-
-    def copy_seconds(self) -> float | None:
-        return self.copying
-
-
-class RandomFate(Fate):
-    """Delays and failures at random."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = Random(seed)
-
-    def lookup_steps(self) -> int:
-        return self._random.randrange(3)
-
-    def load_starts(self) -> bool:
-        return self._random.random() < 0.5
-
-    def load_ends(self) -> bool:
-        return self._random.random() < 0.25
-
-    def save_ends(self) -> bool:
-        return self._random.random() < 0.5
-
-    def good_copies(self, copies: int) -> int:
-        return copies if not copies or self._random.random() < 0.7 else self._random.randrange(copies)
-
-    def swaps(self) -> bool:
-        return self._random.random() < 0.8
-
-    def keeps(self) -> bool:
-        return self._random.random() < 0.8
-
-    def copy_seconds(self) -> float | None:
-        return self._random.choice((None, 0.0, 0.0, 5.0))
 
 
 class Connector:
@@ -147,19 +82,35 @@ class Connector:
 
     # ---- scheduler half
 
+    def _saves(self, block_ids: Sequence[int], windowed_ids: Sequence[int], first: int) -> tuple[Save, ...]:
+        """Of whole blocks; the span says where the windowed part is."""
+        slots = windowed_ids or [0] * len(block_ids)
+        assert NO_BLOCK not in slots[first:]
+        return tuple(
+            Save(block, Span(slot, 0, 1)) for block, slot in zip(block_ids[first:], slots[first:], strict=True)
+        )
+
     def swap_out(
-        self, request: Request, block_ids: Sequence[int], num_tokens: int, *, exact: bool, forced: bool
+        self,
+        request: Request,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        exact: bool,
+        forced: bool,
+        windowed_ids: Sequence[int] = (),
     ) -> bool:
         assert request.id not in self.swaps
         assert len(block_ids) == -(-num_tokens // self.device.size)
         if not self.fate.swaps():
             return False
-        full, gone = num_tokens // self.device.size if exact else 0, block_ids.count(NO_BLOCK)
+        full = num_tokens // self.device.size if exact else 0
+        gone = block_ids.count(NO_BLOCK) + windowed_ids.count(NO_BLOCK)
         if min(self.saved.get(request.id, 0), full) < gone:
             return False
         first = min(self.saved.pop(request.id, 0), full)
         job = self._next_job()
-        self.evacuations[job] = tuple(Save(block, Span(0, 0, 1)) for block in block_ids[first:])
+        self.evacuations[job] = self._saves(block_ids, windowed_ids, first)
         keys = [(key, True) for key in request.chain[first:full]]
         assert len(keys) == full - first
         self.leaving[job] = request.id, self.evacuations[job], keys, None
@@ -199,7 +150,9 @@ class Connector:
         exact = all(self.store[key].exact for key in offer.keys)
         return Match(len(rest) * self.device.size, exact, self.fate.copy_seconds())
 
-    def allocated(self, request: Request, block_ids: Sequence[int], external_tokens: int) -> None:
+    def allocated(
+        self, request: Request, block_ids: Sequence[int], external_tokens: int, windowed_ids: Sequence[int] = ()
+    ) -> None:
         swap = self.swaps.pop(request.id, None)
         if external_tokens == 0:
             self.offers.pop(request.id, None)
@@ -212,6 +165,7 @@ class Connector:
         count = -(-external_tokens // size)
         offer.keys = offer.keys[: offer.first + count - len(offer.private)]
         offer.block_ids = tuple(block_ids[offer.first : offer.first + count])
+        offer.slots = tuple((windowed_ids or [0] * len(block_ids))[offer.first : offer.first + count])
         gone = offer.block_ids.count(NO_BLOCK)
         assert gone < count
         assert len(offer.block_ids) == count == len(offer.keys[offer.first :]) + len(offer.private)
@@ -225,7 +179,8 @@ class Connector:
             if request_id in computing or self.fate.load_starts():
                 offer.job = self._next_job()
                 gone = offer.block_ids.count(NO_BLOCK)
-                loads[offer.job] = tuple(Load(Span(0, 0, 1), block) for block in offer.block_ids[gone:])
+                places = zip(offer.block_ids[gone:], offer.slots[gone:], strict=True)
+                loads[offer.job] = tuple(Load(Span(slot, 0, 1), block) for block, slot in places)
                 contents = [list(self.store[key].content) for key in offer.keys[offer.first :]] + offer.private
                 del contents[:gone]
                 # Both as they are now: a better copy may take their place while this one is on its way.
@@ -243,19 +198,26 @@ class Connector:
             if full > first:
                 self.saved[span.request.id] = full
                 # What nobody reads any more is not there to be saved; all that follows it is no run.
-                first = max(first, span.block_ids.count(NO_BLOCK))
+                first = max(first, span.block_ids.count(NO_BLOCK), span.windowed_ids.count(NO_BLOCK))
                 job = self._next_job()
-                saves[job] = tuple(Save(block, Span(0, 0, 1)) for block in span.block_ids[first:full])
+                saves[job] = self._saves(span.block_ids[:full], span.windowed_ids[:full], first)
                 keys = [(key, span.exact) for key in span.request.chain[first:full]]
                 assert len(keys) == full - first
                 self.save_jobs[job] = (saves[job], keys, None)
         fences = {
             job
             for job, (copies, _, read) in self.save_jobs.items()
-            if job not in saves and read is None and step.written & {copy.block_id for copy in copies}
+            if job not in saves and read is None and self._are_written(copies, step)
         }
         evacuations, self.evacuations = self.evacuations, {}
         return TransferPlan(loads, saves, frozenset(fences), evacuations, frozenset(overlapped))
+
+    def _are_written(self, copies: Sequence[Save], step: Step) -> bool:
+        slots = {copy.span.region for copy in copies} if self.device.mixed else set()
+        return bool(step.written & {copy.block_id for copy in copies} or step.windowed_written & slots)
+
+    def _content(self, copies: Sequence[Save]) -> list[list[int]]:
+        return [self.device.content(copy.block_id, copy.span.region) for copy in copies]
 
     def _next_job(self) -> int:
         self.jobs += 1
@@ -322,13 +284,13 @@ class Connector:
     def begin(self, plan: TransferPlan) -> None:
         for job, copies in plan.evacuations.items():
             request_id, _, keys, _ = self.leaving[job]
-            contents = [list(self.device.blocks[copy.block_id]) for copy in copies]
+            contents = self._content(copies)
             self.leaving[job] = request_id, copies, keys, contents
         for job in plan.fences:
             self._read(job)
         for copies in plan.loads.values():
             for copy in copies:
-                self.device.blocks[copy.block_id] = [GARBAGE] * self.device.size
+                self.device.fill(copy.block_id, copy.span.region, None)
         for job in plan.overlapped:
             self.arrived[job] = self._arrive(job)
 
@@ -337,7 +299,7 @@ class Connector:
         _, copies, contents, _ = self.load_jobs[job]
         good = self.fate.good_copies(len(copies))
         for copy, content in list(zip(copies, contents, strict=True))[:good]:
-            self.device.blocks[copy.block_id] = content
+            self.device.fill(copy.block_id, copy.span.region, content)
         return good
 
     def wait_layer(self, layer: int) -> None: ...
@@ -345,7 +307,7 @@ class Connector:
     def _read(self, job: int) -> None:
         copies, keys, contents = self.save_jobs[job]
         if contents is None:
-            self.save_jobs[job] = copies, keys, [list(self.device.blocks[copy.block_id]) for copy in copies]
+            self.save_jobs[job] = copies, keys, self._content(copies)
 
     def end(self, plan: TransferPlan) -> TransferResults:
         finished, failed = [], {}
@@ -385,10 +347,13 @@ class World:
         rules: SchedulingRules | None = None,
         stops: Collection[int] = (),
         window: int | None = None,
+        slots: int = 0,
         cost: Callable[[StepPlan], float] = lambda _: 1.0,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, window)
-        self.device = Device(num_blocks, block_size, window)
+        if slots and window is not None:
+            self.pool = MixedBlockPool(num_blocks, slots, block_size, window)
+        self.device = Device(num_blocks, block_size, window, slots)
         self.connector = Connector(self.device, fate) if fate else None
         self.budget, self.max_running = token_budget, max_running
         self.now, self.stops, self.pipelined = 0.0, stops, rules is not None and rules.pipelined
@@ -550,6 +515,9 @@ class World:
         references = [block for table in tables for block in table.ids]
         for block in range(self.pool.num_blocks):
             assert self.pool.references(block) == references.count(block)
+        if isinstance(self.pool, MixedBlockPool):
+            read = {slot for table in tables for slot in table.windowed_ids} - {NO_BLOCK}
+            assert self.pool.used_slots == len(read)
         # A fork runs beyond the limit, and is there whatever becomes of its parent.
         counts = {state: sum(request.state is state for request in self.live.values()) for state in State}
         swapped = counts[State.SWAPPING_OUT] + counts[State.SWAPPED]
@@ -565,4 +533,5 @@ class World:
     def check_outputs(self) -> None:
         for request_id, (prompt, output) in self.outputs.items():
             if not request_id.startswith("lossy"):
-                assert output == continuation(prompt, len(output), self.device.window), request_id
+                expected = continuation(prompt, len(output), self.device.window, self.device.mixed)
+                assert output == expected, request_id

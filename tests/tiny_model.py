@@ -64,7 +64,8 @@ class TinyModel:
         return hidden[logit_rows] @ self.head.T
 
 
-def tiny_model() -> LoadedModel:
+def tiny_model(windows: tuple[int | None, ...] = ()) -> LoadedModel:
+    """windows: of its two layers."""
     tokenizer = tiny_tokenizer()
     config = ModelConfig(
         architecture="LlamaForCausalLM",
@@ -82,5 +83,6 @@ def tiny_model() -> LoadedModel:
         max_positions=256,
         eos_ids=tokenizer.eos_ids,
         dtype="float32",
+        windows=windows,
     )
     return LoadedModel(TinyModel(config), config, tokenizer, "tiny")

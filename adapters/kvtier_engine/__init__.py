@@ -8,6 +8,7 @@ An adapter says three things, and this file says them for the bundled engine:
     4. what computing KV anew costs      `prefill_shape`: how a prefill's work grows with depth
 """
 
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from kvtier.connector import ConnectorOptions, CopyRule, TierScheduler, TierWorker
@@ -30,13 +31,14 @@ class Connection:
 
     scheduler: TierScheduler
     worker: TierWorker
-    staging: StagingRegion
+    staging: tuple[StagingRegion, ...]
 
     def close(self) -> None:
         """End the copies and let go of the staging memory; the store stays open. Idempotent."""
         self.scheduler.close()
         self.worker.close()
-        self.staging.close()
+        for region in self.staging:
+            region.close()
 
 
 def namespace_of(model: LoadedModel, layout: Layout, salt: str = "") -> Namespace:
@@ -57,9 +59,20 @@ def prefill_shape(model: LoadedModel) -> PrefillShape:
 
 
 def _window_blocks(layout: Layout) -> int | None:
-    """Blocks before a full one's end that its next token attends to; None: all."""
+    """Blocks before a full one's end that its next token attends to, in all layers; None: all."""
     window = layout.groups[0].window
     return None if window is None else max(1, -(-(window - 1) // layout.block_size))
+
+
+def _staging(layout: Layout, token_budget: int) -> tuple[StagingRegion, ...]:
+    """A region per layer group, each for as many blocks."""
+    sizes = [layout.block_bytes(group) for group in range(len(layout.groups))]
+    per_step = -(-token_budget // layout.block_size)
+    slots = max(_STAGING_STEPS * per_step, _STAGING_BYTES // sum(sizes), 1)
+    with ExitStack() as stack:
+        regions = tuple(stack.enter_context(closing(StagingRegion(size, slots))) for size in sizes)
+        stack.pop_all()
+    return regions
 
 
 def connect(
@@ -77,29 +90,33 @@ def connect(
     Args:
         store: stays the caller's; several engines may share it.
         model: whose KV it is.
-        layout: uniform, one shard.
+        layout: one shard; uniform, or layers without a window and then layers with one.
         token_budget: tokens per engine step; staging holds the blocks of several steps.
         salt: see `namespace_of`.
         recompute_gate: load only what is cheaper to load than to compute.
         copies: see `ConnectorOptions`.
+
+    Raises:
+        ConfigError: `copies` is exclusive, and only some layers have a window.
     """
-    block_bytes = layout.block_bytes()
-    per_step = -(-token_budget // layout.block_size)
-    staging = StagingRegion(block_bytes, max(_STAGING_STEPS * per_step, _STAGING_BYTES // block_bytes, 1))
-    try:
-        shares = [*store.host.regions(), *staging.regions()]
-        regions = {share.region: AttachedRegion(share.fd, share.nbytes, share.writable) for share in shares}
-    except BaseException:
-        staging.close()
-        raise
-    namespace = namespace_of(model, layout, salt)
-    store.register(namespace_index(namespace.digest), layout)
     options = ConnectorOptions(
+        groups=len(layout.groups),
+        windowed_groups=len(layout.groups) - 1,
         recompute_gate=recompute_gate,
         window_blocks=_window_blocks(layout),
         shape=prefill_shape(model),
         load_seconds=store.options.load_deadline,
         copies=copies,
     )
+    staging = _staging(layout, token_budget)
+    try:
+        shares = [*store.host.regions(), *(share for region in staging for share in region.regions())]
+        regions = {share.region: AttachedRegion(share.fd, share.nbytes, share.writable) for share in shares}
+    except BaseException:
+        for region in staging:
+            region.close()
+        raise
+    namespace = namespace_of(model, layout, salt)
+    store.register(namespace_index(namespace.digest), layout)
     scheduler = TierScheduler(store, namespace, layout.block_size, staging, options)
     return Connection(scheduler, TierWorker(regions, layout), staging)

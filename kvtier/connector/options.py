@@ -18,6 +18,8 @@ class ConnectorOptions:
 
     Args:
         groups: layer groups of a block; each is a device pool of its own.
+        windowed_groups: the last so many of them are of layers with a window in a model that has others, too: they go
+            by block tables of their own, `StepSpan.windowed_ids`.
         shards: workers, each of which holds its part of every group.
         recompute_gate: whether what was found is loaded only where that is cheaper than computing it again.
         window_blocks: leading ones of a run of blocks that is found need not be loaded where as many as these follow,
@@ -36,6 +38,7 @@ class ConnectorOptions:
     """
 
     groups: int = 1
+    windowed_groups: int = 0
     shards: int = 1
     recompute_gate: bool = True
     window_blocks: int | None = None
@@ -48,6 +51,17 @@ class ConnectorOptions:
     def __post_init__(self) -> None:
         if self.groups < 1 or self.shards < 1:
             raise ConfigError(f"groups={self.groups}, shards={self.shards}: expected at least 1 of each")
+        if not 0 <= self.windowed_groups < self.groups:
+            raise ConfigError(
+                f"windowed_groups={self.windowed_groups} of {self.groups}: expected 0..{self.groups - 1}; where all "
+                "groups have a window, give window_blocks"
+            )
+        if self.windowed_groups and (self.window_blocks is not None or self.copies == "exclusive"):
+            raise ConfigError(
+                f"windowed_groups={self.windowed_groups} with window_blocks={self.window_blocks} and "
+                f"copies={self.copies!r}: some layers need all blocks, and those with a window give theirs up one by "
+                "one; leave window_blocks out, and choose copies = 'inclusive'"
+            )
         if self.window_blocks is not None and self.window_blocks < 1:
             raise ConfigError(f"window_blocks={self.window_blocks}: expected at least 1, or None")
         if not 0 < self.load_seconds < float("inf") or self.least_seconds < 0:

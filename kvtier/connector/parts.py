@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import NamedTuple
 
-from kvtier.hooks import TransferResults
+from kvtier.hooks import Save, TransferResults
 from kvtier.keys import Namespace, namespace_index, store_keys
+from kvtier.layout import Span
 from kvtier.tiers import BlockRef
 
 __all__ = ["Ended", "Parts", "Reports"]
@@ -20,16 +21,32 @@ class Parts:
 
     Args:
         namespace: of all of them.
-        groups, shards: see `ConnectorOptions`.
+        groups, shards, windowed_groups: see `ConnectorOptions`.
     """
 
-    def __init__(self, namespace: Namespace, groups: int = 1, shards: int = 1) -> None:
+    def __init__(self, namespace: Namespace, groups: int = 1, shards: int = 1, windowed_groups: int = 0) -> None:
         self.ns = namespace_index(namespace.digest)
+        self._windowed = (groups - windowed_groups) * shards
         self._masks = [namespace.mask(group, shard) for group in range(groups) for shard in range(shards)]
 
     def __len__(self) -> int:
         """Parts of one block."""
         return len(self._masks)
+
+    def placed(self, block_ids: Sequence[int], windowed_ids: Sequence[int]) -> list[int]:
+        """Device blocks of all parts of some blocks, block by block; `windowed_ids`: see `StepSpan`."""
+        if not windowed_ids:
+            return [block_id for block_id in block_ids for _ in self._masks]
+        own, windowed = self._windowed, len(self) - self._windowed
+        pairs = zip(block_ids, windowed_ids, strict=True)
+        return [place for block, slot in pairs for place in (*repeat(block, own), *repeat(slot, windowed))]
+
+    def saves(self, block_ids: Sequence[int], windowed_ids: Sequence[int], spans: Sequence[Span]) -> tuple[Save, ...]:
+        """Copies of all parts of some blocks into `spans`, of which there may be fewer."""
+        places = self.placed(block_ids, windowed_ids)
+        return tuple(
+            Save(place, span, at % len(self)) for at, (place, span) in enumerate(zip(places, spans, strict=False))
+        )
 
     def keys(self, chain_keys: Sequence[bytes]) -> list[bytes]:
         """Store keys of all parts of these blocks."""

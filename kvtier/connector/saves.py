@@ -36,6 +36,7 @@ class _Job:
     refs: tuple[BlockRef, ...]
     spans: tuple[Span, ...]
     hints: list[Hint] | None = None
+    windowed_ids: tuple[int, ...] = ()
 
 
 class SaveQueue:
@@ -121,17 +122,14 @@ class SaveQueue:
     def _begin(self, jobs: Mapping[int, _Job]) -> dict[int, tuple[Save, ...]]:
         self._copying.update(jobs)
         self._open.update(job.request_id for job in jobs.values())
-        parts = len(self._parts)
-        return {
-            number: tuple(Save(job.block_ids[at // parts], span, at % parts) for at, span in enumerate(job.spans))
-            for number, job in jobs.items()
-        }
+        return {number: self._parts.saves(job.block_ids, job.windowed_ids, job.spans) for number, job in jobs.items()}
 
     def _job_for(self, span: StepSpan) -> _Job | None:
         request, parts = span.request, len(self._parts)
         # Beyond the chain a span has drafts, which may be wrong, or what nobody else may use.
         full = min(span.stop // self._block_size, len(request.chain))
-        first, gone = self.saved(request, span.block_ids[:full], exact=span.exact), span.block_ids.count(NO_BLOCK)
+        first = self.saved(request, span.block_ids[:full], exact=span.exact)
+        gone = span.block_ids.count(NO_BLOCK) + span.windowed_ids.count(NO_BLOCK)
         if first < gone:
             self._drop("behind_window", gone - first)
             first = gone
@@ -143,7 +141,8 @@ class SaveQueue:
             return None
         refs = self._parts.refs(request.chain, first, stop, exact=span.exact)
         hints = block_hints(request, first, stop, parts)
-        return _Job(request.id, span.block_ids[first:stop], tuple(refs), tuple(spans), hints)
+        windowed = span.windowed_ids[first:stop]
+        return _Job(request.id, span.block_ids[first:stop], tuple(refs), tuple(spans), hints, windowed)
 
     def saved(self, request: RequestView, block_ids: Sequence[int], *, exact: bool) -> int:
         """How many of a request's leading full blocks, which the device has in `block_ids`, need no saving any more."""
@@ -163,12 +162,14 @@ class SaveQueue:
         jobs: Iterator[int],
         *,
         exact: bool = True,
+        windowed_ids: Sequence[int] = (),
     ) -> dict[int, tuple[Save, ...]]:
         """A save job for full blocks of a request from `first` on, before its blocks are written over."""
         stop, parts = len(block_ids), len(self._parts)
         refs = self._parts.refs(request.chain, first, stop, exact=exact)
         hints = block_hints(request, first, stop, parts)
-        return self._begin({next(jobs): _Job(request.id, tuple(block_ids[first:]), tuple(refs), tuple(spans), hints)})
+        own, windowed = tuple(block_ids[first:]), tuple(windowed_ids[first:])
+        return self._begin({next(jobs): _Job(request.id, own, tuple(refs), tuple(spans), hints, windowed)})
 
     def leave_rest(
         self, request: RequestView, block_ids: Sequence[int], jobs: Iterator[int], *, exact: bool
@@ -202,12 +203,13 @@ class SaveQueue:
             region.free(column[fitting:])
         return [span for row in zip(*(column[:fitting] for column in columns), strict=True) for span in row]
 
-    def fences(self, written: frozenset[int], planned: Mapping[int, object]) -> frozenset[int]:
+    def fences(self, step: Step, planned: Mapping[int, object]) -> frozenset[int]:
         """Earlier save jobs that still read device blocks which this step may write."""
         return frozenset(
             number
             for number, job in self._copying.items()
-            if number not in planned and not written.isdisjoint(job.block_ids)
+            if number not in planned
+            and not (step.written.isdisjoint(job.block_ids) and step.windowed_written.isdisjoint(job.windowed_ids))
         )
 
     def copied(self, number: int, good: int | None) -> None:

@@ -80,13 +80,14 @@ class _Loading:
     skipped: int = 0
     private: tuple[PrivateObject, ...] = ()
     device_blocks: tuple[int, ...] = ()
+    windowed_blocks: tuple[int, ...] = ()
     origin: tuple[str, ...] = ()
     found_in: tuple[str, ...] = ()
     promoted: "Future[int] | None" = None
     fetched: "Future[int] | None" = None
     good: int = 0
     job: int | None = None
-    nbytes: int = 0
+    moved: list[int] = field(default_factory=list)  # bytes of each block that go into the device
     abandoned: bool = False
 
     @property
@@ -148,7 +149,7 @@ class TierScheduler:
     ) -> None:
         options = options or ConnectorOptions()
         regions = [staging] if isinstance(staging, StagingRegion) else list(staging)
-        self._parts = Parts(namespace, options.groups, options.shards)
+        self._parts = Parts(namespace, options.groups, options.shards, options.windowed_groups)
         if len(regions) != len(self._parts):
             raise ConfigError(f"{len(regions)} staging regions: expected one for each of {len(self._parts)} parts")
         self._store = store
@@ -273,7 +274,9 @@ class TierScheduler:
         """How much of what was found for a request was worth loading, and why; None where nothing was decided."""
         return self._gate.explain(request_id)
 
-    def allocated(self, request: RequestView, block_ids: Sequence[int], external_tokens: int) -> None:
+    def allocated(
+        self, request: RequestView, block_ids: Sequence[int], external_tokens: int, windowed_ids: Sequence[int] = ()
+    ) -> None:
         """See `SchedulerHook.allocated`."""
         self._declined.discard(request.id)
         self._lookups.end(request.id)
@@ -292,6 +295,7 @@ class TierScheduler:
         state.first = max(state.first, block_ids.count(NO_BLOCK))
         start, stop = state.leased(state.stop - state.first - self._private_blocks(state))
         state.device_blocks = tuple(block_ids[state.first : state.stop])
+        state.windowed_blocks = tuple(windowed_ids[state.first : state.stop])
         state.found_in = (state.origin or tuple(state.lease.tiers()))[start:stop]
         state.deadline = time.monotonic() + self._gate.patience(request.id)
         if state.promoted is not None and stop > start:
@@ -303,12 +307,19 @@ class TierScheduler:
         return len(state.private) // len(self._parts)
 
     def swap_out(
-        self, request: RequestView, block_ids: Sequence[int], num_tokens: int, *, exact: bool, forced: bool
+        self,
+        request: RequestView,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        exact: bool,
+        forced: bool,
+        windowed_ids: Sequence[int] = (),
     ) -> bool:
         """See `SchedulerHook.swap_out`."""
         if not (forced or self._gate.is_worth_keeping(num_tokens, len(block_ids) - block_ids.count(NO_BLOCK))):
             return False
-        return self._swaps.swap_out(request, block_ids, num_tokens, self._jobs, exact=exact)
+        return self._swaps.swap_out(request, block_ids, windowed_ids, num_tokens, self._jobs, exact=exact)
 
     def leave(self, request: RequestView, block_ids: Sequence[int], num_tokens: int, *, exact: bool = True) -> None:
         """A request is about to give up its blocks for good: full ones that were not saved yet are, before their reuse.
@@ -407,7 +418,7 @@ class TierScheduler:
         now = time.monotonic()
         self._late = [(work, deadline) for work, deadline in self._late if not work.done() and now < deadline]
         saves = self._saves.plan(step, self._jobs, void=overlapped)
-        fences = self._saves.fences(step.written, planned=saves | evacuations)
+        fences = self._saves.fences(step, planned=saves | evacuations)
         jobs = frozenset(job for job in loads if self._by_job[job] in overlapped)
         return TransferPlan(loads, saves, fences, evacuations, jobs)
 
@@ -432,11 +443,16 @@ class TierScheduler:
         located = self._store.located(state.lease, *state.leased(fetched)) if fetched else []
         located += [Located(span, "raw") for span in spans[: len(spans) // parts * parts]]
         state.job = next(self._jobs)
-        state.nbytes = sum(span.nbytes for span, _ in located)
-        self._gate.link.started(state.nbytes)
+        places = self._parts.placed(state.device_blocks[: state.good], state.windowed_blocks[: state.good])
+        # Parts behind the window of what follows have no place, and stay where they are.
+        sizes = [0 if place == NO_BLOCK else span.nbytes for place, (span, _) in zip(places, located, strict=True)]
+        state.moved = [sum(sizes[at : at + parts]) for at in range(0, len(sizes), parts)]
+        self._gate.link.started(sum(state.moved))
         self._by_job[state.job] = request_id
         loads[state.job] = tuple(
-            Load(span, state.device_blocks[at // parts], fmt, at % parts) for at, (span, fmt) in enumerate(located)
+            Load(span, place, fmt, at % parts)
+            for at, (place, (span, fmt)) in enumerate(zip(places, located, strict=True))
+            if place != NO_BLOCK
         )
 
     def completed(self, results: TransferResults) -> Completed:
@@ -455,9 +471,10 @@ class TierScheduler:
 
     def _loaded(self, request_id: str, ended: Ended) -> None:
         state = self._loading[request_id]
-        self._gate.link.ended(state.nbytes)
+        nbytes = sum(state.moved)
+        self._gate.link.ended(nbytes)
         if ended.good is None:
-            self._gate.link.observe(state.nbytes, ended.seconds)
+            self._gate.link.observe(nbytes, ended.seconds)
         good = state.good if ended.good is None else ended.good
         named = min(good, len(state.found_in))
         lease, (start, stop) = state.lease, state.leased(named)
@@ -465,10 +482,9 @@ class TierScheduler:
             refs = [handle.ref for _, handle in lease.part(start, stop)]
             self._copies.filled(state.device_blocks[:named], refs)
             self._copies.stored(state.device_blocks[:named], refs)
-        for at, tier in enumerate(state.found_in[:named], start):
-            nbytes = lease.nbytes(at, at + 1)
-            self._store.metrics.loaded_bytes.labels(tier).inc(nbytes)
-            self._gate.learn(tier, nbytes)
+        for at, tier in enumerate(state.found_in[:named]):
+            self._store.metrics.loaded_bytes.labels(tier).inc(state.moved[at])
+            self._gate.learn(tier, lease.nbytes(start + at, start + at + 1))
         self._end_load(request_id, state, good)
 
     def _end_load(self, request_id: str, state: _Loading, good: int) -> None:

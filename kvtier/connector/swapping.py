@@ -78,7 +78,14 @@ class Swaps:
         return self._swaps.get(request_id)
 
     def swap_out(
-        self, request: RequestView, block_ids: Sequence[int], num_tokens: int, jobs: Iterator[int], *, exact: bool
+        self,
+        request: RequestView,
+        block_ids: Sequence[int],
+        windowed_ids: Sequence[int],
+        num_tokens: int,
+        jobs: Iterator[int],
+        *,
+        exact: bool,
     ) -> bool:
         """See `SchedulerHook.swap_out`; False: there is no staging memory for what was not saved yet.
 
@@ -87,7 +94,7 @@ class Swaps:
         nameable = exact and self._store.keeps_exact()
         named = min(num_tokens // self._block_size, len(request.chain)) if nameable else 0
         saved = self._saves.saved(request, block_ids[:named], exact=exact)
-        if saved < block_ids.count(NO_BLOCK):
+        if saved < block_ids.count(NO_BLOCK) + windowed_ids.count(NO_BLOCK):
             return False
         spans = self._saves.allocate(len(block_ids) - saved)
         parts = len(self._parts)
@@ -96,15 +103,14 @@ class Swaps:
             return False
         own = (named - saved) * parts
         if own:
-            self._leaving |= self._saves.leave(request, block_ids[:named], saved, spans[:own], jobs)
+            full, windowed = block_ids[:named], windowed_ids[:named]
+            self._leaving |= self._saves.leave(request, full, saved, spans[:own], jobs, windowed_ids=windowed)
         self._saves.settle(request.id)
         swap = self._swaps[request.id] = Swap(named, num_tokens, exact)
         if len(spans) > own:
             swap.job, swap.spans = next(jobs), tuple(spans[own:])
             self._by_job[swap.job] = swap
-            self._leaving[swap.job] = tuple(
-                Save(block_ids[named + at // parts], span, at % parts) for at, span in enumerate(swap.spans)
-            )
+            self._leaving[swap.job] = self._parts.saves(block_ids[named:], windowed_ids[named:], swap.spans)
         return True
 
     def evacuations(self) -> dict[int, tuple[Save, ...]]:

@@ -42,7 +42,7 @@ class ModelFacts(NamedTuple):
     @property
     def block_bytes(self) -> int:
         """Raw bytes of one block."""
-        return self.layout.block_bytes()
+        return sum(self.layout.block_bytes(group) for group in range(len(self.layout.groups)))
 
     @property
     def token_bytes(self) -> float:

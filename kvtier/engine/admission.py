@@ -86,10 +86,10 @@ class Admission:
         crowded, givers = self._is_crowded(draft), self._room.givers(request, stuck=self._stuck)
         if crowded and not givers:
             return _Outcome.BLOCKED
-        spare = books.pool.free_blocks - self._headroom(request)
+        spare = books.pool.unused - self._headroom(request)
         if not givers and spare <= self._stalled.get(request.id, spare - 1):
             return _Outcome.BLOCKED
-        table = BlockTable(books.pool, self._found(request))
+        table = books.pool.table(self._found(request))
         if self._is_on_its_way(request, len(table.ids)):
             table.release()
             return _Outcome.SKIPPED
@@ -102,13 +102,10 @@ class Admission:
             self._postponed.append(request)
             table.release()
             return _Outcome.BLOCKED
-        missing = table.missing(request.num_tokens, table.capacity_tokens)
-        # With a window, never all at a time; and in as short chunks as need be.
-        most = books.pool.most_blocks(request.num_tokens, self._token_budget)
-        missing = min(missing, most, books.pool.num_blocks)
-        fits = not crowded and missing + self._headroom(request) <= books.pool.free_blocks
+        wanted = books.pool.wanted(table, request.num_tokens, self._token_budget)
+        fits = not crowded and books.pool.fits(wanted, self._headroom(request))
         if not fits:
-            fits = self._room.displace(givers, missing, draft)
+            fits = self._room.displace(givers, wanted, draft)
             if not fits:
                 self._stalled[request.id] = spare
         if not fits:
@@ -179,7 +176,8 @@ class Admission:
         if external:
             table.leave_behind(stop + 1)
             table.extend(stop, max(device_tokens, table.gone * books.pool.block_size))
-            draft.receive(table.ids[max(device_tokens // books.pool.block_size, table.gone) :])
+            first = max(device_tokens // books.pool.block_size, table.gone)
+            draft.receive(table.ids[first:], table.windowed_ids[first:])
         if external and not self._hides(request, stop, offer.seconds, draft):
             request.start_loading(table, device_tokens, exact=exact)
             books.loading[request.id] = Loading(request, stop, books.clock())
@@ -194,7 +192,7 @@ class Admission:
             goal = min(request.num_tokens, stop + draft.budget, reachable)
             draft.compute(request, goal, table.extend(goal, stop))
         if books.hook is not None:
-            books.hook.allocated(request, table.ids, external)
+            books.hook.allocated(request, table.ids, external, table.windowed_ids)
 
     def _hides(self, request: Request, stop: int, seconds: float | None, draft: Draft) -> bool:
         """Whether a load up to `stop` takes no longer than the step that would compute what follows."""

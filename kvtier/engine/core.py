@@ -28,7 +28,7 @@ from kvtier.engine.text import TextStream
 from kvtier.engine.tokenizer import IncrementalDecoder
 from kvtier.errors import ConfigError, FormatMismatch, RequestError
 from kvtier.gpu.pool import PoolListener
-from kvtier.gpu.storage import DevicePool
+from kvtier.gpu.storage import PoolSize, make_pool, size_pool, windowed_blocks
 from kvtier.gpu.windows import most_blocks
 from kvtier.hints import RequestHints
 from kvtier.hooks import FinishReason, SchedulerHook, TransferResults, WorkerHook
@@ -65,10 +65,10 @@ class Engine:
         self._tokenizer = model.tokenizer
         self._vocab = model.config.vocab
         self._hook = GuardedHook(hooks[0]) if hooks else None
-        blocks, self.max_model_len = pool_size(model, self.options)
+        size, self.max_model_len = pool_size(model, self.options)
         if proposer is not None and self.options.scheduling.pipelined:
             raise ConfigError("pipelined steps and guessed tokens exclude each other: guesses need the latest token")
-        pool = DevicePool(model.model.layout(self.options.block_size), blocks, model.model.device)
+        pool = make_pool(model.model.layout(self.options.block_size), size, model.model.device)
         self._blocks = pool.blocks
         self._scheduler = Scheduler(
             pool.blocks,
@@ -450,14 +450,14 @@ class Engine:
             draft_tokens=0 if self._speculation is None else self._speculation.proposed,
             accepted_tokens=0 if self._speculation is None else self._speculation.accepted,
             num_blocks=self._blocks.num_blocks,
-            free_blocks=self._blocks.free_blocks,
+            free_blocks=self._blocks.num_blocks - self._blocks.used_blocks,
             hook_errors=0 if self._hook is None else self._hook.errors,
             kv_waste=(counters.slots_held - counters.slots_reached) / held,
             kv_waste_total=(counters.slots_held - counters.slots_used) / held,
         )
 
 
-def pool_size(model: LoadedModel, options: EngineOptions) -> tuple[int, int]:
+def pool_size(model: LoadedModel, options: EngineOptions) -> tuple[PoolSize, int]:
     """What an engine would be made with, before any memory is taken: blocks of the pool, tokens of the context.
 
     Raises:
@@ -465,7 +465,14 @@ def pool_size(model: LoadedModel, options: EngineOptions) -> tuple[int, int]:
         ConfigError: `max_model_len` is more than the model or the device pool takes.
     """
     layout = model.model.layout(options.block_size)
-    blocks = options.num_blocks or DevicePool.blocks_in(layout, options.memory_bytes or 0)
+    if options.num_blocks is None:
+        size = size_pool(layout, options.memory_bytes or 0, options.max_running, options.token_budget)
+    elif len(layout.groups) == 1:
+        size = PoolSize(options.num_blocks)
+    else:
+        wanted = windowed_blocks(layout, options.max_running, options.token_budget)
+        size = PoolSize(options.num_blocks, min(options.num_blocks, wanted))
+    blocks = size.blocks
     held = most_blocks(model.config.max_positions, 1, options.block_size, layout.groups[0].window)
     most = model.config.max_positions if held <= blocks else blocks * options.block_size
     if options.max_model_len is not None and options.max_model_len > most:
@@ -473,4 +480,4 @@ def pool_size(model: LoadedModel, options: EngineOptions) -> tuple[int, int]:
             f"max_model_len={options.max_model_len}: the model takes {model.config.max_positions} tokens and the "
             f"device pool {blocks * options.block_size}; choose at most {most}, or give the pool more memory"
         )
-    return blocks, options.max_model_len or most
+    return size, options.max_model_len or most

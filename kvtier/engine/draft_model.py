@@ -21,7 +21,7 @@ from kvtier.engine.models.base import CausalLM
 from kvtier.engine.sampler import Draw, sample
 from kvtier.errors import ConfigError
 from kvtier.gpu.attention import make_attention
-from kvtier.gpu.storage import DevicePool
+from kvtier.gpu.storage import make_pool, size_pool
 from kvtier.gpu.table import BlockTable
 
 __all__ = ["DraftModel", "check_vocabulary"]
@@ -58,6 +58,10 @@ class _Job:
         return self.state.table.ids
 
     @property
+    def windowed_ids(self) -> Sequence[int]:
+        return self.state.table.windowed_ids
+
+    @property
     def start(self) -> int:
         return len(self.state.computed)
 
@@ -86,7 +90,8 @@ class DraftModel:
 
     def __init__(self, model: CausalLM, memory_bytes: int, block_size: int, token_budget: int) -> None:
         self._model = model
-        self._pool = DevicePool.fit(model.layout(block_size), memory_bytes, model.device)
+        layout = model.layout(block_size)
+        self._pool = make_pool(layout, size_pool(layout, memory_bytes), model.device)
         self._attention = make_attention(self._pool, model.config)
         self._budget = token_budget
         self._states: dict[str, _State] = {}
@@ -109,7 +114,7 @@ class DraftModel:
         budget, limit = self._budget, self._model.config.max_positions
         for wish in wishes:
             tokens, stop = wish.request.tokens, wish.request.num_tokens + wish.length - 1
-            state = self._states.setdefault(wish.request.id, _State(BlockTable(self._pool.blocks)))
+            state = self._states.setdefault(wish.request.id, _State(self._pool.blocks.table()))
             state.keep(tokens)
             start = len(state.computed)
             if budget == 0 or stop > limit or state.table.missing(stop, start) > self._pool.blocks.free_blocks:

@@ -78,24 +78,34 @@ class GuardedHook:
             return self._hook.match(request, device_tokens)
         return Match(0)
 
-    def allocated(self, request: RequestView, block_ids: Sequence[int], external_tokens: int) -> None:
+    def allocated(
+        self, request: RequestView, block_ids: Sequence[int], external_tokens: int, windowed_ids: Sequence[int] = ()
+    ) -> None:
         """See `SchedulerHook.allocated`. Raised: what the request was to load counts as failed."""
         self._swapping.discard(request.id)
         if external_tokens:
             self._loading.add(request.id)
         with self._guard("allocated", request.id):
-            self._hook.allocated(request, block_ids, external_tokens)
+            self._hook.allocated(request, block_ids, external_tokens, **_windowed(windowed_ids))
             return
         self._give_up(request.id)
 
     def swap_out(
-        self, request: RequestView, block_ids: Sequence[int], num_tokens: int, *, exact: bool, forced: bool
+        self,
+        request: RequestView,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        exact: bool,
+        forced: bool,
+        windowed_ids: Sequence[int] = (),
     ) -> bool:
         """See `SchedulerHook.swap_out`. Raised: nothing was kept."""
         if self._torn or request.id in self._given_up:
             return False
         with self._guard("swap_out", request.id):
-            kept = self._hook.swap_out(request, block_ids, num_tokens, exact=exact, forced=forced)
+            windowed = _windowed(windowed_ids)
+            kept = self._hook.swap_out(request, block_ids, num_tokens, exact=exact, forced=forced, **windowed)
             if kept:
                 self._swapping.add(request.id)
             return kept
@@ -242,6 +252,11 @@ class GuardedHook:
         subject = f" for request {request_id!r}" if request_id else ""
         text = "hook.%s raised%s and counts as a miss; %d errors so far"
         _log.error(text, method, subject, self.errors, exc_info=error)
+
+
+def _windowed(ids: Sequence[int]) -> dict[str, Sequence[int]]:
+    # Left out where there are none: a hook that serves uniform models alone need not know of them.
+    return {"windowed_ids": ids} if ids else {}
 
 
 @dataclass(frozen=True, slots=True)

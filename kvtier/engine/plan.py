@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from kvtier.engine.latency import StepWork
 from kvtier.engine.request import Request
 from kvtier.gpu.table import BlockCopy
-from kvtier.hooks import Step, StepSpan, TransferPlan
+from kvtier.hooks import NO_BLOCK, Step, StepSpan, TransferPlan
 
 __all__ = ["Draft", "StepPlan"]
 
@@ -69,6 +69,7 @@ class Draft:
     withdrawn: bool = False
     _shares: dict[str, _Share] = field(default_factory=dict)
     _arriving: set[int] = field(default_factory=set)
+    _windowed_arriving: set[int] = field(default_factory=set)
     _overlapped: dict[str, int] = field(default_factory=dict)
 
     def compute(self, request: Request, stop: int, copies: list[BlockCopy]) -> None:
@@ -76,28 +77,36 @@ class Draft:
         self.budget -= stop - request.reach
         self._shares[request.id] = _Share(request, request.reach, stop, copies)
 
-    def receive(self, block_ids: Iterable[int]) -> None:
+    def receive(self, block_ids: Iterable[int], windowed_ids: Iterable[int] = ()) -> None:
         """A load may write to these blocks from now on."""
         self._arriving.update(block_ids)
+        self._windowed_arriving.update(block for block in windowed_ids if block != NO_BLOCK)
 
     def overlap(self, request: Request, stop: int) -> None:
         """The request's tokens up to `stop` are loaded while it is computed."""
         self._overlapped[request.id] = stop
 
-    def withdraw(self, request: Request) -> list[int]:
+    def withdraw(self, request: Request) -> tuple[list[int], list[int]]:
         """The request loses its blocks: what was planned for it is off.
 
         Returns:
-            The blocks that hold its KV, in order: of one that was to be copied, the original.
+            The blocks that hold its KV, in order: of one that was to be copied, the original. And those of the windowed
+            layers' own pool, if they have one.
         """
         self.withdrawn = True
         share = self._shares.pop(request.id, None)
         self._overlapped.pop(request.id, None)
         originals: dict[int, int] = {}
+        windowed: dict[int, int] = {}
         if share is not None:
             self.budget += share.stop - share.start
             originals = {copy.dst: copy.src for copy in share.copies}
-        return [originals.get(block, block) for block in request.blocks.ids]
+            windowed = {copy.windowed_dst: copy.windowed_src for copy in share.copies}
+        blocks = request.blocks
+        return (
+            [originals.get(block, block) for block in blocks.ids],
+            [windowed.get(block, block) for block in blocks.windowed_ids],
+        )
 
     @property
     def work(self) -> StepWork:
@@ -119,13 +128,16 @@ class Draft:
 
     def step(self, index: int, block_size: int) -> Step:
         """The draft as the hook sees it."""
-        spans, written = [], set(self._arriving)
+        spans, written, windowed = [], set(self._arriving), set(self._windowed_arriving)
         for share in self._shares.values():
             request, ids = share.request, tuple(share.request.blocks.ids)
-            spans.append(StepSpan(request, ids, share.start, share.stop, request.exact))
-            written.update(ids[share.start // block_size : -(-share.stop // block_size)])
+            windowed_ids = tuple(request.blocks.windowed_ids)
+            spans.append(StepSpan(request, ids, share.start, share.stop, request.exact, windowed_ids))
+            first, stop = share.start // block_size, -(-share.stop // block_size)
+            written.update(ids[first:stop])
             written.update(copy.dst for copy in share.copies)
-        return Step(index, tuple(spans), frozenset(written))
+            windowed.update(windowed_ids[first:stop])
+        return Step(index, tuple(spans), frozenset(written), frozenset(windowed))
 
     def seal(self, step: Step, transfers: TransferPlan) -> StepPlan:
         """The finished plan."""

@@ -1,11 +1,12 @@
 """Room: who gives way where device blocks or places are missing, and how."""
 
-from collections import Counter
+from collections.abc import Sequence
 
 from kvtier.engine.books import Books
 from kvtier.engine.plan import Draft
 from kvtier.engine.request import Request
 from kvtier.engine.victims import VictimKey
+from kvtier.gpu.pool import Amount
 
 __all__ = ["Room"]
 
@@ -43,19 +44,16 @@ class Room:
         """Whether blocks fall behind the request's window once a step under way has ended."""
         return self._books.pool.window is not None and request.reach > request.num_computed
 
-    def displace(self, givers: list[Request], blocks: int, draft: Draft) -> bool:
-        """Preempt `givers` until there are `blocks` and a place; False, and nobody, if they have not enough."""
+    def displace(self, givers: list[Request], wanted: Amount, draft: Draft) -> bool:
+        """Preempt `givers` until so much is free and a place; False, and nobody, if they have not enough."""
         books = self._books
-        held = Counter(block for other in givers for block in other.blocks.held)
-        # What they share among themselves, as beams do, comes free with the last of them.
-        freeable = sum(books.pool.references(block) == holders for block, holders in held.items())
-        if not givers or blocks > books.pool.free_blocks + freeable:
+        if not givers or not books.pool.fits(wanted, freed=books.pool.freed_by(other.blocks for other in givers)):
             return False
-        while givers and (blocks > books.pool.free_blocks or books.num_active >= books.max_running):
+        while givers and not (books.pool.fits(wanted) and books.num_active < books.max_running):
             victim = max(givers, key=self._key)
             givers.remove(victim)
             self.preempt(victim, draft)
-        return blocks <= books.pool.free_blocks and books.num_active < books.max_running
+        return books.pool.fits(wanted) and books.num_active < books.max_running
 
     @property
     def stuck(self) -> bool:
@@ -83,19 +81,19 @@ class Room:
     def preempt(self, request: Request, draft: Draft) -> None:
         """A running request loses its blocks: what they hold is kept elsewhere, or it starts over."""
         books = self._books
-        ids = draft.withdraw(request)
+        ids, windowed_ids = draft.withdraw(request)
         books.running.remove(request)
         request.bereft = books.step
         request.metrics.preemptions += 1
         books.counters.preemptions += 1
-        if self._keeps(request, ids):
+        if self._keeps(request, ids, windowed_ids):
             books.counters.swaps += 1
             request.swap_out().release()
         else:
             books.give_back(request.id, request.preempt(), "preempt")
         books.waiting.add(request)
 
-    def _keeps(self, request: Request, block_ids: list[int]) -> bool:
+    def _keeps(self, request: Request, block_ids: Sequence[int], windowed_ids: Sequence[int]) -> bool:
         hook, rule = self._books.hook, self._books.rules.preemption
         # Who wants scores of the prompt must see all of it in one life.
         if hook is None or rule == "recompute" or request.reach == 0 or request.to_be_scored:
@@ -103,4 +101,11 @@ class Room:
         if request.loading_from is not None:  # what it holds is not there yet
             return False
         blocks = -(-request.reach // self._books.pool.block_size)
-        return hook.swap_out(request, block_ids[:blocks], request.reach, exact=request.exact, forced=rule == "swap")
+        return hook.swap_out(
+            request,
+            block_ids[:blocks],
+            request.reach,
+            exact=request.exact,
+            forced=rule == "swap",
+            windowed_ids=windowed_ids[:blocks],
+        )

@@ -183,7 +183,7 @@ class Scheduler:
         child.start_running(table, shared, exact=parent.exact)
         self._books.run(child)
         if self._books.hook is not None:
-            self._books.hook.allocated(child, table.ids, 0)
+            self._books.hook.allocated(child, table.ids, 0, table.windowed_ids)
 
     # ---- one step
 
@@ -243,7 +243,7 @@ class Scheduler:
         """From which token a request goes on that was to be loaded up to `stop`, of which `tokens` are good."""
         if tokens >= stop:
             return stop
-        if request.blocks.gone:
+        if not request.blocks.whole:
             # What is before the window of the failed load is not there, and so there is nothing to go on from.
             return 0
         before = request.num_computed if request.loading_from is None else request.loading_from

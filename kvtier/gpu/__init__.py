@@ -1,7 +1,8 @@
 """Device memory: block pool, block tables, paged attention, copies. The same code on CUDA and on CPU memory.
 
 pool -> table                         who holds which block, under which name: pure bookkeeping, no torch
-storage                               the tensor that the blocks are rows of
+mixed                                 the same where some layers keep a sliding window only
+storage                               the tensors that the blocks are rows of
 batches, masks -> attention, latent   plan once per step, run once per layer; K and V, or MLA's latents
 copies                                blocks to and from host memory, in the background
 """

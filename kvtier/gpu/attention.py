@@ -1,13 +1,15 @@
 """Attention over a device pool: the implementation that its device, its layout and this machine call for."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.gpu import kernels
 from kvtier.gpu.cpu_attention import CpuAttention
+from kvtier.gpu.grouped import GroupedAttention
 from kvtier.gpu.latent import LatentAttention
 from kvtier.gpu.paged import PagedAttention
-from kvtier.gpu.storage import DevicePool
+from kvtier.gpu.storage import DevicePool, GroupMemory
 from kvtier.layout import GroupKind
 
 __all__ = ["AttentionConfig", "CpuAttention", "PagedAttention", "make_attention", "make_paged_attention"]
@@ -32,8 +34,17 @@ class AttentionConfig(Protocol):
         ...
 
 
-def make_attention(pool: DevicePool, config: AttentionConfig) -> PagedAttention | LatentAttention:
-    """What attends over a model's pool: to keys and values, or to latents.
+@dataclass(frozen=True, slots=True)
+class _OfGroup:
+    """What attention has to know of some layers of a model."""
+
+    heads: int
+    windows: Sequence[int | None]
+    softmax_scale: float
+
+
+def make_attention(pool: DevicePool, config: AttentionConfig) -> PagedAttention | LatentAttention | GroupedAttention:
+    """What attends over a model's pool: to keys and values, or to latents; layer group by layer group.
 
     Args:
         pool: in the model's layout.
@@ -42,16 +53,28 @@ def make_attention(pool: DevicePool, config: AttentionConfig) -> PagedAttention 
     Raises:
         FormatMismatch: the pool has no arithmetic, or is of another model.
     """
-    if pool.device.type == "cuda" and kernels.available():
+    if pool.windowed is None:
+        return _over(pool, config)
+    groups = [memory.group for memory in pool.memories]
+    windows = [[config.windows[layer] for layer in group.layers] for group in groups]
+    full, windowed = (
+        _over(memory, _OfGroup(config.heads, own, config.softmax_scale))
+        for memory, own in zip(pool.memories, windows, strict=True)
+    )
+    return GroupedAttention(groups, full, windowed)
+
+
+def _over(memory: GroupMemory, config: AttentionConfig) -> PagedAttention | LatentAttention:
+    if memory.device.type == "cuda" and kernels.available():
         # Triton is optional and takes seconds to import.
         from kvtier.gpu.triton_attention import make_triton_attention  # noqa: PLC0415
 
-        return make_triton_attention(pool, config)
-    if pool.group.kind is GroupKind.MLA:
-        return LatentAttention(pool, config.heads, config.softmax_scale)
-    return make_paged_attention(pool, config.heads, config.windows)
+        return make_triton_attention(memory, config)
+    if memory.group.kind is GroupKind.MLA:
+        return LatentAttention(memory, config.heads, config.softmax_scale)
+    return make_paged_attention(memory, config.heads, config.windows)
 
 
-def make_paged_attention(pool: DevicePool, num_heads: int, windows: Sequence[int | None] = ()) -> PagedAttention:
+def make_paged_attention(pool: GroupMemory, num_heads: int, windows: Sequence[int | None] = ()) -> PagedAttention:
     """The fastest `PagedAttention` for a GQA pool. Raises what its constructor does."""
     return (CpuAttention if CpuAttention.runs(pool) else PagedAttention)(pool, num_heads, windows)

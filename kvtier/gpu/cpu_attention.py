@@ -12,7 +12,7 @@ from torch import Tensor
 from kvtier.gpu.batches import AttentionSpan, make_plan
 from kvtier.gpu.cpu_rows import AttentionRows, attention_rows
 from kvtier.gpu.paged import PagedAttention
-from kvtier.gpu.storage import DevicePool
+from kvtier.gpu.storage import GroupMemory
 from kvtier.native.attention import DTYPE_CODES, LANES, MAX_HEAD_DIM, compiled, kernels
 
 __all__ = ["CpuAttention"]
@@ -35,7 +35,7 @@ class CpuAttention(PagedAttention):
         FormatMismatch: as `PagedAttention`. Ask `runs` first whether there are kernels for the pool.
     """
 
-    def __init__(self, pool: DevicePool, num_heads: int, windows: Sequence[int | None] = ()) -> None:
+    def __init__(self, pool: GroupMemory, num_heads: int, windows: Sequence[int | None] = ()) -> None:
         super().__init__(pool, num_heads, windows)
         group, size, item = pool.group, pool.layout.block_size, pool.tensor.itemsize
         plane_bytes = group.kv_heads * size * group.head_dim * item
@@ -48,7 +48,7 @@ class CpuAttention(PagedAttention):
         self._take(attention_rows((), self._geometry, _FEW_TOKENS, _PIECE_TOKENS))
 
     @staticmethod
-    def runs(pool: DevicePool) -> bool:
+    def runs(pool: GroupMemory) -> bool:
         """Whether this machine has kernels for a pool's device, dtype and head size."""
         group = pool.group
         fits = group.dtype in DTYPE_CODES and group.head_dim <= MAX_HEAD_DIM and not group.head_dim % LANES

@@ -23,7 +23,7 @@ from torch.nn import functional
 from kvtier.errors import FormatMismatch
 from kvtier.gpu.batches import AttentionPlan, AttentionSpan, DecodeBatch, Geometry, Prefill, Tuning, make_plan
 from kvtier.gpu.masks import causal_mask
-from kvtier.gpu.storage import DevicePool
+from kvtier.gpu.storage import GroupMemory
 from kvtier.layout import GroupKind
 
 __all__ = ["LatentAttention"]
@@ -47,7 +47,7 @@ class LatentAttention:
         FormatMismatch: a pool that holds no latents, or a dtype without arithmetic.
     """
 
-    def __init__(self, pool: DevicePool, num_heads: int, scale: float) -> None:
+    def __init__(self, pool: GroupMemory, num_heads: int, scale: float) -> None:
         group = pool.group
         if group.kind is not GroupKind.MLA or group.dtype not in _DTYPES:
             raise FormatMismatch(
@@ -144,7 +144,7 @@ class LatentAttention:
             raise FormatMismatch(f"layer {layer}: the pool has 0..{self._geometry.layers - 1}")
 
 
-def _tuning(pool: DevicePool, num_heads: int) -> Tuning:
+def _tuning(pool: GroupMemory, num_heads: int) -> Tuning:
     token_bytes = pool.tensor.shape[-1] * pool.tensor.itemsize
     query_tokens = max(_QUERY_ROWS // num_heads, 1)
     if pool.device.type == "cpu":

@@ -25,7 +25,7 @@ from kvtier.gpu.batches import (
     make_plan,
 )
 from kvtier.gpu.masks import causal_mask
-from kvtier.gpu.storage import DevicePool
+from kvtier.gpu.storage import GroupMemory
 from kvtier.layout import GroupKind
 
 __all__ = ["PagedAttention"]
@@ -50,7 +50,7 @@ class PagedAttention:
         FormatMismatch: an MLA pool, a dtype without arithmetic, heads that do not divide, or windows of other layers.
     """
 
-    def __init__(self, pool: DevicePool, num_heads: int, windows: Sequence[int | None] = ()) -> None:
+    def __init__(self, pool: GroupMemory, num_heads: int, windows: Sequence[int | None] = ()) -> None:
         group = pool.group
         if group.kind is not GroupKind.GQA or group.dtype not in ("float32", "bfloat16", "float16"):
             raise FormatMismatch(f"pool of {group.kind} {group.dtype}: attention needs gqa in a float of 16 or 32 bits")
@@ -188,7 +188,7 @@ class PagedAttention:
             raise FormatMismatch(f"layer {layer}: the pool has 0..{self._geometry.layers - 1}")
 
 
-def _tuning(pool: DevicePool) -> Tuning:
+def _tuning(pool: GroupMemory) -> Tuning:
     group = pool.group
     token_bytes = 2 * group.kv_heads * group.head_dim * pool.tensor.itemsize
     if pool.device.type == "cpu":

@@ -10,15 +10,26 @@ The free list starts with the blocks that have no name; the named ones follow, l
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from kvtier.errors import CapacityError, KVTierError, LeaseError
 from kvtier.gpu.free_list import FreeList
+from kvtier.gpu.table import BlockTable
 from kvtier.gpu.windows import blocks_behind, most_blocks
 from kvtier.hooks import NO_BLOCK
 
-__all__ = ["BlockPool", "PoolListener"]
+__all__ = ["Amount", "BlockPool", "PoolListener"]
+
+
+class Amount(NamedTuple):
+    """So many device blocks; `windowed`: in the windowed layers' own pool, where they have one."""
+
+    blocks: int
+    windowed: int = 0
+
+
+NOTHING = Amount(0)
 
 
 class PoolListener(Protocol):
@@ -94,6 +105,11 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     @property
+    def unused(self) -> int:
+        """Blocks that nobody holds, of all layer groups together."""
+        return len(self._free)
+
+    @property
     def cached_blocks(self) -> int:
         """Blocks with a name, referenced or not."""
         return len(self._published)
@@ -124,10 +140,16 @@ class BlockPool:
         Raises:
             CapacityError: there are not that many free blocks. Nothing was taken.
         """
-        if not 0 <= count <= len(self._free):
-            raise CapacityError(
-                f"{count} blocks: {len(self._free)} of {self.num_blocks} are free; release some or make the pool larger"
-            )
+        if not 0 <= count <= self.free_blocks:
+            raise self._too_few(count, self.free_blocks)
+        return self._take(count)
+
+    def _too_few(self, count: int, free: int) -> CapacityError:
+        return CapacityError(
+            f"{count} blocks: {free} of {self.num_blocks} are free; release some or make the pool larger"
+        )
+
+    def _take(self, count: int) -> list[int]:
         taken = [self._free.pop_first() for _ in range(count)]
         for block_id in taken:
             self._references[block_id] = 1
@@ -189,7 +211,7 @@ class BlockPool:
             )
         holder = self._published.get(key)
         if holder is not None:
-            if holder == block_id or self._exact[holder] or not exact:
+            if holder == block_id or not self._is_better(block_id, holder, exact):
                 return False
             self._unname(holder)
             if self._references[holder] == 0:
@@ -199,6 +221,10 @@ class BlockPool:
         self._names[block_id] = key
         self._exact[block_id] = exact
         return holder is None
+
+    def _is_better(self, block_id: int, holder: int, exact: bool) -> bool:  # noqa: FBT001
+        """Whether a block takes the name of the one that has it."""
+        return exact and not self._exact[holder]
 
     def match(self, keys: Sequence[bytes], *, exact: bool = True) -> list[int]:
         """The longest leading run of published blocks, each with one more reference, which is the caller's.
@@ -211,22 +237,32 @@ class BlockPool:
         """
         count = self.leading(keys, exact=exact)
         behind = self.behind(count * self.block_size + 1)
-        found = [self._published[key] for key in keys[behind:count]]
+        return [NO_BLOCK] * behind + self._hold(keys[behind:count])
+
+    def _hold(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of these names, each with one more reference."""
+        found = [self._published[key] for key in keys]
         for block_id in found:
             if self._references[block_id] == 0:
                 self._free.remove(block_id)
             self._references[block_id] += 1
-        return [NO_BLOCK] * behind + found
+        return found
 
     def leading(self, keys: Sequence[bytes], *, exact: bool = True) -> int:
         """How many blocks `match` would find; takes no reference."""
         if self.window is None:
-            return next((at for at, key in enumerate(keys) if not self._is_there(key, exact)), len(keys))
+            return self._run(keys, exact)
+        return self._whole_window(keys, lambda key: self._is_there(key, exact))
+
+    def _run(self, keys: Sequence[bytes], exact: bool) -> int:  # noqa: FBT001
+        return next((at for at, key in enumerate(keys) if not self._is_there(key, exact)), len(keys))
+
+    def _whole_window(self, keys: Sequence[bytes], is_there: Callable[[bytes], bool]) -> int:
         # From the end, where most is gained: the first place before which nothing is missing that would be read.
         stop, at = len(keys), len(keys)
         while at > self.behind(stop * self.block_size + 1):
             at -= 1
-            if not self._is_there(keys[at], exact):
+            if not is_there(keys[at]):
                 stop = at
         return stop
 
@@ -243,6 +279,29 @@ class BlockPool:
     def most_blocks(self, num_tokens: int, new: int) -> int:
         """Blocks that a sequence of so many tokens holds at most, while up to `new` of them at a time are written."""
         return most_blocks(num_tokens, new, self.block_size, self.window)
+
+    # ---- amounts
+
+    def table(self, blocks: Sequence[int] = ()) -> BlockTable:
+        """A sequence's block table; the caller's references to `blocks`, its first ones, become the table's."""
+        return BlockTable(self, blocks)
+
+    def wanted(self, table: BlockTable, num_tokens: int, new: int) -> Amount:
+        """What a sequence still needs to get from its table to `num_tokens`; up to `new` of them are written at a time.
+
+        With a window never all at a time, and in as short chunks as need be: an empty pool always has as much.
+        """
+        missing = table.missing(num_tokens, table.capacity_tokens)
+        return Amount(min(missing, self.most_blocks(num_tokens, new), self.num_blocks - len(table.held)))
+
+    def fits(self, wanted: Amount, headroom: int = 0, freed: Amount = NOTHING) -> bool:
+        """Whether so much is free once `freed` is, with `headroom` blocks to spare."""
+        return wanted.blocks + headroom <= len(self._free) + freed.blocks
+
+    def freed_by(self, tables: Iterable[BlockTable]) -> Amount:
+        """What comes free with these tables: blocks that they share among themselves with the last of them."""
+        held = Counter(block for table in tables for block in table.held)
+        return Amount(sum(self.references(block) == holders for block, holders in held.items()))
 
     def forget(self) -> int:
         """Drop the names of all blocks that nobody references; returns how many had one."""

@@ -1,20 +1,27 @@
 """BlockTable: the device blocks of one sequence, with copy-on-write."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.errors import LeaseError
-from kvtier.gpu.pool import BlockPool
 from kvtier.hooks import NO_BLOCK
+
+if TYPE_CHECKING:
+    from kvtier.gpu.pool import BlockPool
 
 __all__ = ["BlockCopy", "BlockTable"]
 
 
 class BlockCopy(NamedTuple):
-    """Copy the content of device block `src` to `dst`, before anything else is written in this step."""
+    """Copy the content of device block `src` to `dst`, before anything else is written in this step.
+
+    Where windowed layers have a pool of their own, their part of it from `windowed_src` to `windowed_dst`.
+    """
 
     src: int
     dst: int
+    windowed_src: int = NO_BLOCK
+    windowed_dst: int = NO_BLOCK
 
 
 class BlockTable:
@@ -34,7 +41,7 @@ class BlockTable:
 
     __slots__ = ("_ids", "_pool", "gone")
 
-    def __init__(self, pool: BlockPool, blocks: Sequence[int] = ()) -> None:
+    def __init__(self, pool: "BlockPool", blocks: Sequence[int] = ()) -> None:
         self._pool = pool
         self._ids = list(blocks)
         self.gone = self._ids.count(NO_BLOCK)  # leading blocks that are not there
@@ -48,6 +55,16 @@ class BlockTable:
     def held(self) -> Sequence[int]:
         """Ids of the blocks that are there."""
         return self._ids[self.gone :] if self.gone else self._ids
+
+    @property
+    def windowed_ids(self) -> Sequence[int]:
+        """The same table in the windowed layers' own pool, with `NO_BLOCK` behind the window; empty: they have none."""
+        return ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is behind the window, so that any token of it may come next."""
+        return not self.gone
 
     @property
     def capacity_tokens(self) -> int:
@@ -77,11 +94,14 @@ class BlockTable:
         for at, block_id in zip(shared, fresh, strict=False):
             self._ids[at] = block_id
         self._ids += fresh[len(shared) :]
-        self._pool.release(replaced)
+        self._replace(replaced)
         first, inside = divmod(start, self._pool.block_size)
         if inside and shared and shared[0] == first:
             return [BlockCopy(replaced[0], fresh[0])]
         return []
+
+    def _replace(self, replaced: Sequence[int]) -> None:
+        self._pool.release(replaced)
 
     def fork(self) -> "BlockTable":
         """Another sequence with the same content so far; all blocks are shared."""
@@ -112,6 +132,8 @@ class BlockTable:
     def release(self) -> None:
         """Drop all blocks. Idempotent."""
         self.truncate(0)
+
+    # ---- arithmetic
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)

@@ -23,7 +23,7 @@ from kvtier.gpu.kernels.rows import raw_layer
 from kvtier.gpu.kernels.write_kv import write_kv, write_latent
 from kvtier.gpu.latent import LatentAttention
 from kvtier.gpu.paged import PagedAttention
-from kvtier.gpu.storage import DevicePool
+from kvtier.gpu.storage import GroupMemory
 from kvtier.layout import GroupKind
 
 __all__ = ["TritonAttention", "TritonLatentAttention", "make_triton_attention"]
@@ -44,7 +44,7 @@ class TritonAttention(PagedAttention):
         CapacityError: more than 128 query heads per KV head.
     """
 
-    def __init__(self, pool: DevicePool, num_heads: int, windows: Sequence[int | None] = ()) -> None:
+    def __init__(self, pool: GroupMemory, num_heads: int, windows: Sequence[int | None] = ()) -> None:
         super().__init__(pool, num_heads, windows)
         self._scale = pool.group.head_dim**-0.5
         self._layers = [raw_layer(plane[:, 0], plane[:, 1]) for plane in pool.tensor.unbind(1)]
@@ -88,7 +88,7 @@ class TritonLatentAttention(LatentAttention):
         FormatMismatch: as `LatentAttention`.
     """
 
-    def __init__(self, pool: DevicePool, num_heads: int, scale: float) -> None:
+    def __init__(self, pool: GroupMemory, num_heads: int, scale: float) -> None:
         super().__init__(pool, num_heads, scale)
         self._layers = pool.tensor.unbind(1)
         self._step = _plan((), self._geometry, None)
@@ -120,7 +120,7 @@ class TritonLatentAttention(LatentAttention):
         return out
 
 
-def make_triton_attention(pool: DevicePool, config: AttentionConfig) -> TritonAttention | TritonLatentAttention:
+def make_triton_attention(pool: GroupMemory, config: AttentionConfig) -> TritonAttention | TritonLatentAttention:
     """What attends over a model's pool: to keys and values, or to latents. Raises what their constructors do."""
     if pool.group.kind is GroupKind.MLA:
         return TritonLatentAttention(pool, config.heads, config.softmax_scale)

@@ -53,7 +53,7 @@ class Stack:
         chosen = EngineOptions(**{"block_size": BLOCK, "num_blocks": 64} | options)
         self.engine = Engine(loaded, chosen, hooks)
         self._mask = namespace_of(loaded, layout).mask()
-        self._slots = self.connection.staging.free_slots
+        self._slots = self.connection.staging[0].free_slots
 
     def run(self, prompts: dict[str, list[int]], *, limit: int = 3000) -> dict[str, RequestOutput]:
         for name, prompt in prompts.items():
@@ -80,7 +80,7 @@ class Stack:
 
     def close(self) -> None:
         assert self.engine.stats().free_blocks == self.engine.stats().num_blocks
-        assert self.connection.staging.free_slots == self._slots
+        assert self.connection.staging[0].free_slots == self._slots
         stats = self.store.stats()
         assert all(stats[tier][what] == 0 for tier in ("host", "below") for what in ("leases", "reservations"))
         self.connection.close()

@@ -2,7 +2,9 @@
 
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,6 +18,7 @@ from kvtier.engine.drafting import PromptLookup, Proposer
 from kvtier.engine.models import LoadedModel
 from kvtier.engine.rules import SchedulingRules
 from kvtier.engine.sparse import Sparse
+from kvtier.gpu.mixed import MixedBlockPool
 from kvtier.store import TieredStore
 
 BLOCK = 4
@@ -26,6 +29,12 @@ TEXTS = (ONE, [1, 2, 3, 4] * 15, [*ONE[:20], *((5 * at) % 100 + 3 for at in rang
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
     return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def mixed() -> LoadedModel:
+    """One layer keeps everything, the other one a window."""
+    return tiny_model((None, 6))
 
 
 def some_params(dice: random.Random) -> SamplingParams:
@@ -103,7 +112,9 @@ class Life:
         name = f"r{len(self.asked)}"
         text = self.dice.choice(TEXTS)
         length = self.dice.randint(1, min(len(text), self.engine.max_model_len - 1))
-        self.asked[name] = text[:length], some_params(self.dice)
+        params = some_params(self.dice)
+        # Where layers have windows, what is attended to is the model's affair.
+        self.asked[name] = text[:length], replace(params, sparse=None) if self.model.config.windows else params
         self.engine.add(name, *self.asked[name])
 
     def step(self) -> None:
@@ -118,6 +129,13 @@ class Life:
         if self.engine.abort(name):
             self.cut.add(name)
 
+    def ended(self) -> None:
+        pool = self.engine._blocks
+        assert pool.used_blocks == 0
+        if self.model.config.windows:
+            assert isinstance(pool, MixedBlockPool)
+            assert pool.used_slots == 0
+
     def fail(self) -> None:
         """Steps that compute anything do; pipelined ones tell with the next."""
         assert isinstance(self.model.model, TinyModel)
@@ -131,8 +149,9 @@ class Life:
             self.model.model.fails = False
         with contextlib.suppress(RuntimeError):
             self.step()
-        ended = {name for (name, _), output in self.outputs.items() if output.finish_reason is not None}
-        self.cut |= before - set(self.engine._live) - ended
+        ended = Counter(name for (name, _), output in self.outputs.items() if output.finish_reason is not None)
+        # Of those that are gone, who has not got all of its sequences.
+        self.cut |= {name for name in before - set(self.engine._live) if ended[name] < self.asked[name][1].n}
 
     def live(self) -> None:
         for _ in range(self.dice.randint(10, 40)):
@@ -163,9 +182,19 @@ def alone(loaded: LoadedModel, prompt: list[int], params: SamplingParams, limit:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_every_output_is_the_undisturbed_one(loaded: LoadedModel, seed: int) -> None:
+    check(loaded, seed)
+
+
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_every_output_of_a_mixed_model_is_the_undisturbed_one(mixed: LoadedModel, seed: int) -> None:
+    check(mixed, seed)
+
+
+def check(loaded: LoadedModel, seed: int) -> None:
     with contextlib.ExitStack() as stack:
         life = Life(loaded, random.Random(seed), stack)
         life.live()
+        life.ended()
         assert life.engine.stats().free_blocks == life.options.num_blocks
         assert not life.engine._sequences
         for name, (prompt, params) in life.asked.items():

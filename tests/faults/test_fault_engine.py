@@ -56,7 +56,7 @@ class Stack:
         chosen = EngineOptions(**{"block_size": SIZE, "num_blocks": 96} | options)
         self.engine = Engine(loaded, chosen, (self.connection.scheduler, self.connection.worker))
         self.blocks = chosen.num_blocks
-        self.slots = self.connection.staging.free_slots
+        self.slots = self.connection.staging[0].free_slots
         self.requests = 0
 
     def run(self, prompts: Sequence[Sequence[int]], *, steps: int = 20_000) -> tuple[list[list[int]], list[int]]:
@@ -87,7 +87,7 @@ class Stack:
     def check(self) -> None:
         self.world.check()
         assert self.engine.stats().free_blocks == self.blocks
-        assert self.connection.staging.free_slots == self.slots
+        assert self.connection.staging[0].free_slots == self.slots
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from tiny_model import tiny_model
 from kvtier.engine import Engine, EngineOptions, SamplingParams, runner
 from kvtier.errors import CapacityError, FormatMismatch
 from kvtier.gpu import DevicePool, LatentAttention, PagedAttention, triton_attention
+from kvtier.gpu import attention as choosing
 from kvtier.gpu.attention import make_attention
 from kvtier.gpu.graphs import DecodeBuffers, StaticAttention
 from kvtier.gpu.triton_attention import TritonAttention, TritonLatentAttention, make_triton_attention
@@ -96,7 +97,7 @@ def test_refuses_what_paged_attention_refuses():
 def test_pools_on_cuda_get_kernels_where_triton_is(monkeypatch):
     asked = []
     monkeypatch.setattr(triton_attention, "make_triton_attention", lambda *given: asked.append(given))
-    pool, config = SimpleNamespace(device=torch.device("cuda")), SimpleNamespace()
+    pool, config = SimpleNamespace(device=torch.device("cuda"), windowed=None), SimpleNamespace()
     make_attention(pool, config)
     assert asked == [(pool, config)]
     (pool, _) = pools(GroupKind.GQA, kv_heads=2, head_dim=32)
@@ -128,3 +129,17 @@ def test_the_engine_says_the_same(monkeypatch):
     monkeypatch.setattr(runner, "make_attention", make)
     assert generate(loaded) == expected
     assert [type(attention) for attention in made] == [TritonAttention]
+
+
+def test_so_it_does_with_a_window_in_one_layer(monkeypatch):
+    loaded = tiny_model((None, 6))
+    expected = generate(loaded)
+    made = []
+
+    def over(memory, config):
+        made.append(make_triton_attention(memory, config))
+        return made[-1]
+
+    monkeypatch.setattr(choosing, "_over", over)
+    assert generate(loaded) == expected
+    assert [type(each) for each in made] == [TritonAttention, TritonAttention]

@@ -90,9 +90,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
         fresh = [block for at, block in enumerate(table.ids) if at >= len(before) or block != before[at]]
         assert len(fresh) == missing == len(set(fresh))
         self.taken(fresh)
-        for src, dst in copies:
-            assert dst in fresh
-            self.content[dst] = kept[src]
+        for copy in copies:
+            assert copy.dst in fresh
+            self.content[copy.dst] = kept[copy.src]
         self.dropped([old for old, new in zip(before, table.ids, strict=False) if old != new])
         sequence.tokens[start:] = tokens
         for at in range(start, stop):

@@ -11,6 +11,7 @@ from scheduler_world import RandomFate, Stored, World
 
 from kvtier.engine.request import State
 from kvtier.engine.rules import SchedulingRules
+from kvtier.gpu.windows import most_blocks
 
 # Prompts are beginnings of these, so that requests share prefixes of every length.
 TEXTS = ([*range(24)], [*range(9), *range(30, 45)], [7] * 24)
@@ -38,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         hook=st.sampled_from([True, True, True, False]),
         rules=RULES,
         window=st.sampled_from([None, None, 1, 3, 4, 9]),
+        slots=st.sampled_from([None, None, 0, 2, 20]),
         stops=st.sampled_from([(), range(4)]),
     )
     def start(
@@ -49,12 +51,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         hook: bool,
         rules: SchedulingRules,
         window: int | None,
+        slots: int | None,
         stops: range,
     ) -> None:
         # Delays and failures have a generator of their own: drawn one by one, they would nearly all be zero.
         fate = RandomFate(seed) if hook else None
         sizes = {"num_blocks": blocks, "max_running": running, "token_budget": budget}
-        self.world = World(**sizes, fate=fate, rules=rules, window=window, stops=stops)
+        # Of a mixed model: more slots than the least that any request needs.
+        mixed = 0 if slots is None or window is None else slots + most_blocks(blocks * 4, 1, 4, window)
+        self.world = World(**sizes, fate=fate, rules=rules, window=window, slots=mixed, stops=stops)
         self.numbers = 0
 
     @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), lossy=st.booleans(), priority=st.integers(0, 2))
@@ -81,7 +86,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def guess(self, right: int, count: int) -> None:
         """Drafts for all that decode, of which the first ones are right."""
         for request in [request for request in self.world.live.values() if request.state is State.RUNNING]:
-            drafts = continuation(request.tokens, count, self.world.device.window)
+            device = self.world.device
+            drafts = continuation(request.tokens, count, device.window, device.mixed)
             self.world.draft(request, [*drafts[:right], *((token + 1) % VOCAB for token in drafts[right:])])
         self.world.step()
 

@@ -64,7 +64,7 @@ def reuse(loaded: LoadedModel, reference: list[tuple[int, ...]], copies: CopyRul
             return plans[-1]
 
         connection.scheduler.plan = plan  # type: ignore[method-assign]
-        slots = connection.staging.free_slots
+        slots = connection.staging[0].free_slots
         options = EngineOptions(block_size=BLOCK, num_blocks=22)
         engine = Engine(loaded, options, (connection.scheduler, connection.worker))
         found = 0
@@ -81,7 +81,7 @@ def reuse(loaded: LoadedModel, reference: list[tuple[int, ...]], copies: CopyRul
         outputs = finish(engine)
         assert [outputs[f"all/{number}"].token_ids for number in range(len(PROMPTS))] == reference
         assert engine.stats().free_blocks == 22
-        assert connection.staging.free_slots == slots
+        assert connection.staging[0].free_slots == slots
         host = store.stats()["host"]
         assert host["leases"] == host["reservations"] == 0
         return found, sum(len(copies) for plan in plans for copies in plan.evacuations.values())

@@ -40,6 +40,15 @@ def test_the_smallest_pool_holds_any_length(window: int, pipelined: bool, budget
     assert not made.live
 
 
+def test_a_window_that_is_found_leaves_room_for_what_follows() -> None:
+    made = World(num_blocks=4, token_budget=16, window=9)
+    for name, length in (("first", 16), ("longer", 40)):
+        made.add(name, [(7 * at) % 50 for at in range(length)], 1).max_tokens = length + 1
+        made.drain()
+    assert made.scheduler.counters.device_hits
+    finish(made)
+
+
 def test_what_outgrows_the_pool_is_refused() -> None:
     made = World(num_blocks=3, window=9)
     with pytest.raises(RequestError, match="may grow to 23 tokens, which takes 4 blocks, the device pool has 3"):

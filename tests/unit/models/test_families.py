@@ -84,25 +84,23 @@ def test_engine_gives_the_greedy_tokens_batched_and_alone(tmp_path: Path, case: 
 
 
 @pytest.mark.parametrize(
-    ("name", "windows"),
+    ("name", "windows", "groups"),
     [
-        ("mistral", ()),
-        ("mistral-window", (17, 17, 17)),
-        ("qwen2-late-windows", (None, 9, 9)),
-        ("qwen2-listed-windows", (5, None, 5)),
-        ("qwen2_moe-some-layers", (11, None, 11)),
-        ("qwen3_moe-window", (14, 14, 14)),
+        ("mistral", (), {None: (0, 1, 2)}),
+        ("mistral-window", (17, 17, 17), {17: (0, 1, 2)}),
+        ("qwen2-late-windows", (None, 9, 9), {None: (0,), 9: (1, 2)}),
+        ("qwen2-listed-windows", (5, None, 5), {None: (1,), 5: (0, 2)}),
+        ("qwen2_moe-some-layers", (11, None, 11), {None: (1,), 11: (0, 2)}),
+        ("qwen3_moe-window", (14, 14, 14), {14: (0, 1, 2)}),
     ],
 )
-def test_a_group_has_the_window_that_all_its_layers_share(
-    tmp_path: Path, name: str, windows: tuple[int | None, ...]
+def test_layers_with_a_window_are_a_group_of_their_own(
+    tmp_path: Path, name: str, windows: tuple[int | None, ...], groups: dict[int | None, tuple[int, ...]]
 ) -> None:
     saved(tmp_path, CASES[name])
     model = build(tmp_path)
     assert model.config.windows == windows
-    (group,) = model.layout(16).groups
-    assert group.layers == (0, 1, 2)
-    assert group.window == (max(windows) if windows and None not in windows else None)  # type: ignore[type-var]
+    assert [(group.window, group.layers) for group in model.layout(16).groups] == list(groups.items())
 
 
 def numerics_of(directory: Path, case: Case) -> str:

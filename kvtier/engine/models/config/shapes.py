@@ -196,10 +196,16 @@ class ModelConfig:
     def layer_groups(self, dtype: str) -> tuple[LayerGroup, ...]:
         """Layer groups of the KV cache, for KV stored as `dtype` (a key of `layout.DTYPE_BYTES`).
 
-        Always one, because a device pool holds one. Where all layers have a window, the widest is the group's, and
-        only its blocks are kept. Where some layers have none, neither has the group: every layer keeps the KV of the
-        whole context. Attention masks what is behind a layer's own window (`windows`).
+        One, or two where only some layers have a window: first those that keep the KV of the whole context, then those
+        that keep a window. The widest of their windows is the group's; attention masks what is behind a layer's own
+        (`windows`).
         """
-        layers, windows = tuple(range(self.layers)), [window for window in self.windows if window is not None]
-        window = max(windows) if len(windows) == self.layers else None
-        return (LayerGroup(GroupKind.GQA, layers, 2, self.kv_heads, self.head_dim, dtype=dtype, window=window),)
+        windows = self.windows or (None,) * self.layers
+        full = tuple(layer for layer, window in enumerate(windows) if window is None)
+        windowed = tuple(layer for layer, window in enumerate(windows) if window is not None)
+        widest = max((window for window in windows if window is not None), default=None)
+        return tuple(
+            LayerGroup(GroupKind.GQA, layers, 2, self.kv_heads, self.head_dim, dtype=dtype, window=window)
+            for layers, window in ((full, None), (windowed, widest))
+            if layers
+        )
