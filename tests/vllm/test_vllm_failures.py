@@ -126,28 +126,3 @@ def test_a_tier_that_hangs_holds_up_nobody_else(world, on_nvme, reference):
     assert {vllm.answers[name].reason for name in waiting} == {"length"}
     world.nvme.heal()
     vllm.check_at_rest()
-
-
-def test_aborted_in_the_step_that_gives_its_load_up(world, on_nvme):
-    """vLLM keeps the blocks until it is told, once, that the load is over."""
-    vllm, side, told = world.vllm, world.vllm.connector._scheduler, list[str]()
-    if side._settings.load == "sync" or side._settings.policy == "fail":
-        pytest.skip("no device block is promised before what fills it is in host")
-    plan = side.plan
-
-    def watched(output):  # type: ignore[no-untyped-def]
-        work = plan(output)
-        if work.ended and not told:
-            told.extend(work.ended)
-            vllm.within_next_step(lambda: vllm.abort(names))
-        return work
-
-    side.plan = watched
-    world.nvme.inject(Fault("read", Kind.HANG))
-    names = [vllm.submit(prompt) for prompt in PROMPTS]
-    vllm.run()
-    assert told
-    side.plan = plan
-    world.nvme.heal()
-    assert vllm.tokens(PROMPTS) == on_nvme
-    vllm.check_at_rest()

@@ -50,10 +50,11 @@ class Leaving:
 
     def sweep(self) -> None:
         """Forget those whose time has come."""
-        due = self._clock() - self._patience
-        while self._spaces and next(iter(self._spaces.values())) <= due:
-            indices = next(iter(self._spaces))
-            left = self._store.host.usage().keys() & set(indices)
+        before = self._clock() - self._patience
+        due = [indices for indices, since in self._spaces.items() if since <= before]
+        held = self._store.host.usage().keys() if due else set()
+        for indices in due:
+            left = held & set(indices)
             if left:
                 # It came late; who reads it has as long again.
                 for index in left:
@@ -71,6 +72,3 @@ class Leaving:
     def is_full(self) -> bool:
         """Whether so many leave that no further one may come now."""
         return self._count >= self._most
-
-    def __len__(self) -> int:
-        return self._count

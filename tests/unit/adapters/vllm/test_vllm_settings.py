@@ -43,7 +43,7 @@ def test_the_tiering_section_and_the_connectors_own_keys(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"lod": "sync"}, "tiering.lod .*unknown setting"),
+        ({"loads": "sync"}, "tiering.loads .*unknown setting"),
         ({"host": {"capacty": "1GiB"}}, "did you mean"),
         ({"host": {"capacity": "much"}}, "tiering.host.capacity"),
         ({"host": None}, "nothing to connect"),
