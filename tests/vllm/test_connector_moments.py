@@ -92,7 +92,7 @@ def test_saves_are_fenced_against_who_is_not_kept(vllm, in_host):
     vllm.check_at_rest()
 
 
-def test_several_outputs_of_one_prompt_and_beams(vllm, in_host):
+def test_several_outputs_of_one_prompt(vllm, in_host):
     params = SamplingParams(n=3, temperature=1.0, top_k=1, max_tokens=8, ignore_eos=True, detokenize=False)
     before = vllm.loaded().get("host", 0)
     (answer,) = vllm.llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
