@@ -61,7 +61,7 @@ def test_a_fetch_without_an_index_shows_its_progress_and_fails_in_one_line(cache
 
 def test_model_without_a_command_says_what_there_is(cache, capsys):
     assert main(["model"]) == 2
-    assert capsys.readouterr().err == "error: Missing command.\n"
+    assert capsys.readouterr().err == "error: Missing command. See `kvtier model --help`.\n"
 
 
 def test_a_log_file_gets_one_line_per_stage():
