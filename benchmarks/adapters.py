@@ -41,7 +41,7 @@ a model take little more than ten times a step of vLLM's, and no tier can be a t
 `--quick`: fewer rounds, no truncated files, no secondary tier in `throughput` and `restart`; under six minutes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,10 @@ def report_stage(
 ) -> None:
     name = f"adapters.vllm.{row}.{stage.removesuffix('_left')}"
     mine = f"{ours}.{stage}"
-    speed = lambda side: rounds.ratio(f"{side}.{stage}", f"{side}.cold")  # noqa: E731
+
+    def speed(side: str) -> float:
+        return rounds.ratio(f"{side}.{stage}", f"{side}.cold")
+
     value = (lambda side: 1e3 * rounds.median(f"{side}.cold").seconds) if stage == "cold" else speed
     cost = rounds.median(mine)
     figures = {
@@ -243,7 +246,10 @@ def measure_throughput(report: Report, threads: int, *, quick: bool) -> None:
 
 def report_throughput(report: Report, answers: Mapping[str, Sequence[Answer]], params: Mapping[str, Any]) -> None:
     rounds = Rounds({side: [answer.cost for answer in found] for side, found in answers.items()})
-    speed: Callable[[str], float] = lambda side: PREFIXES * TIMES * OUTPUT / rounds.median(side).seconds  # noqa: E731
+
+    def speed(side: str) -> float:
+        return PREFIXES * TIMES * OUTPUT / rounds.median(side).seconds
+
     require(all(answer.loaded_bytes for answer in answers["kvtier"]), "kvtier loaded nothing under pressure")
     for side in [side for side in answers if side != "kvtier"]:
         pairs = zip(answers["kvtier"], answers[side], strict=True)

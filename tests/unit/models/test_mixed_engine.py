@@ -3,14 +3,13 @@
 The layers without a window keep all blocks of a sequence, the others those of the window.
 """
 
-import random
 from pathlib import Path
 
 import pytest
 import torch
 from family_reference import Case
 from tiny_model import tiny_tokenizer
-from windowed_runs import BUDGET, GREEDY, MOST, PROMPTS, SIZE, TOKENS, WINDOW, Windowed, agree, finish, run
+from windowed_runs import BUDGET, GREEDY, MOST, PROMPTS, SIZE, TOKENS, WINDOW, Windowed, agree, amid_aborts, run
 
 from kvtier import LLM
 from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams
@@ -205,23 +204,7 @@ def test_what_fails_to_load_is_computed(mixed: Windowed, monkeypatch: pytest.Mon
 def test_swapped_amid_aborts(mixed: Windowed, preemption: str) -> None:
     rules = SchedulingRules(preemption=preemption, watermark=0.0)  # type: ignore[arg-type]
     with mixed.tiered(66, rules) as (engine, _):
-        dice, done = random.Random(4), {}
-        for life in range(3):
-            for name, prompt in PROMPTS.items():
-                engine.add(f"{life}-{name}", prompt, GREEDY)
-            for _ in range(dice.randrange(40)):
-                done |= {output.id: output for output in engine.step() if output.finish_reason == "length"}
-            engine.abort(f"{life}-{dice.randrange(6)}")
-            if life == 1:
-                engine.clear_device_cache()
-        done |= {name: output for name, output in finish(engine).items() if output.finish_reason == "length"}
-        assert len(done) >= 15
-        for name, output in done.items():
-            assert list(output.token_ids) == mixed.expected(PROMPTS[name.partition("-")[2]])
-        stats = engine.stats()
-        assert stats.preemptions
-        assert bool(stats.swaps) == (preemption == "swap")
-        assert stats.hook_errors == 0
+        amid_aborts(mixed, engine, preemption)
         ended(engine)
 
 

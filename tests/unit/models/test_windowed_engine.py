@@ -1,11 +1,9 @@
 """Models with a sliding window in all layers: the tokens of transformers, from the blocks of the window alone."""
 
-import random
-
 import pytest
 import torch
 from family_reference import CASES
-from windowed_runs import GREEDY, MOST, PROMPTS, SIZE, WINDOW, Windowed, agree, finish, run
+from windowed_runs import GREEDY, MOST, PROMPTS, SIZE, WINDOW, Windowed, agree, amid_aborts, run
 
 from kvtier.engine import RequestOutput, SamplingParams
 from kvtier.engine.rules import SchedulingRules
@@ -123,23 +121,7 @@ def test_a_window_that_fails_to_load_is_computed(windowed: Windowed, monkeypatch
 def test_swapped_amid_aborts(windowed: Windowed, preemption: str) -> None:
     rules = SchedulingRules(preemption=preemption, watermark=0.0)  # type: ignore[arg-type]
     with windowed.tiered(MOST + 8, rules) as (engine, _):
-        dice, ended = random.Random(4), {}
-        for life in range(3):
-            for name, prompt in PROMPTS.items():
-                engine.add(f"{life}-{name}", prompt, GREEDY)
-            for _ in range(dice.randrange(40)):
-                ended |= {output.id: output for output in engine.step() if output.finish_reason == "length"}
-            engine.abort(f"{life}-{dice.randrange(6)}")
-            if life == 1:
-                engine.clear_device_cache()
-        ended |= {name: output for name, output in finish(engine).items() if output.finish_reason == "length"}
-        assert len(ended) >= 15
-        for name, output in ended.items():
-            assert list(output.token_ids) == windowed.expected(PROMPTS[name.partition("-")[2]])
-        stats = engine.stats()
-        assert stats.preemptions
-        assert bool(stats.swaps) == (preemption == "swap")
-        assert stats.hook_errors == 0
+        amid_aborts(windowed, engine, preemption)
 
 
 def test_sparse_requests_are_refused_before_anything_changes(windowed: Windowed) -> None:

@@ -1,6 +1,7 @@
 """Tiny models with sliding windows, prompts of several windows, their continuations by transformers, and engines."""
 
 import contextlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,3 +100,24 @@ def run(engine: Engine, prompts: dict[str, list[int]], params: SamplingParams = 
 def agree(windowed: Windowed, outputs: dict[str, RequestOutput], prompts: dict[str, list[int]]) -> None:
     for name, prompt in prompts.items():
         assert list(outputs[name].token_ids) == windowed.expected(prompt), name
+
+
+def amid_aborts(windowed: Windowed, engine: Engine, preemption: str) -> None:
+    """Three lives of all prompts with an abort each, amid preemptions: what ends is what transformers says."""
+    dice, done = random.Random(4), {}
+    for life in range(3):
+        for name, prompt in PROMPTS.items():
+            engine.add(f"{life}-{name}", prompt, GREEDY)
+        for _ in range(dice.randrange(40)):
+            done |= {output.id: output for output in engine.step() if output.finish_reason == "length"}
+        engine.abort(f"{life}-{dice.randrange(6)}")
+        if life == 1:
+            engine.clear_device_cache()
+    done |= {name: output for name, output in finish(engine).items() if output.finish_reason == "length"}
+    assert len(done) >= 15
+    for name, output in done.items():
+        assert list(output.token_ids) == windowed.expected(PROMPTS[name.partition("-")[2]])
+    stats = engine.stats()
+    assert stats.preemptions
+    assert bool(stats.swaps) == (preemption == "swap")
+    assert stats.hook_errors == 0
