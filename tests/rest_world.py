@@ -57,8 +57,15 @@ class RunningRest:
 
     def client(self, token: str | None = None) -> httpx.Client:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        # A connection of its own each time: a kept one may be ended by the service's idle limit while it is taken up.
         # Nothing is encrypted here, and to read a machine's certificates takes longer than most of these tests.
-        return httpx.Client(base_url=self.url, headers=headers, timeout=20, verify=False)
+        return httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=20,
+            limits=httpx.Limits(max_keepalive_connections=0),
+            verify=False,
+        )
 
     def stop(self) -> None:
         self.http.close()
