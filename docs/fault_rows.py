@@ -79,9 +79,12 @@ ROWS = (
     ),
     Row(
         "keys not scoped: one tenant overwrites or removes another's blocks",
-        (NAMES + "test_the_same_text_of_somebody_else_is_found_by_no_verb",),
-        "no quotas yet",
-        "names",
+        (
+            NAMES + "test_the_same_text_of_somebody_else_is_found_by_no_verb",
+            TENANTS + "test_the_same_keys_of_two_tenants_are_different_blocks",
+            TENANTS + "test_a_tenant_that_fills_its_quota_evicts_its_own_blocks_only",
+        ),
+        probe="names",
     ),
     Row(
         "KV restored without its matching parts",

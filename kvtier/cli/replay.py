@@ -15,7 +15,7 @@ from kvtier.config import format_size, parse_size
 from kvtier.errors import ConfigError
 from kvtier.replay import Outcome, ReadOptions, ReplayPlan, Trace, read_trace, replay_all
 from kvtier.replay.plan import LLAMA3_8B_TOKEN_BYTES, CopyRule
-from kvtier.replay.plot import plot_outcomes, require_matplotlib
+from kvtier.replay.plot import plot_outcomes, require_plot
 from kvtier.store.options import WriteRule
 
 __all__ = ["replay"]
@@ -58,7 +58,7 @@ def replay(  # noqa: PLR0913  options of a command
 ) -> None:
     """Replay a trace of LLM requests through the store and report what was found where."""
     if plot is not None:
-        require_matplotlib()
+        require_plot(plot)
     loaded = read_trace(trace, ReadOptions(block_tokens, limit, sessions, seed))
     rooms = _Rooms(loaded, per_token)
     plans = [
@@ -78,13 +78,13 @@ def replay(  # noqa: PLR0913  options of a command
         for room in _listed(capacity or ["10%"])
     ]
     outcomes = _run(loaded, plans, optimum=optimum)
-    if plot is not None:
-        plot_outcomes(outcomes, plot, f"{trace.name}: {len(loaded.requests)} requests, {loaded.blocks} blocks")
     if as_json:
         rows = [outcome.to_json() for outcome in outcomes]
         sys.stdout.write(json.dumps(rows[0] if len(rows) == 1 else {"runs": rows}) + "\n")
     else:
         _print(loaded, outcomes)
+    if plot is not None:
+        plot_outcomes(outcomes, plot, f"{trace.name}: {len(loaded.requests)} requests, {loaded.blocks} blocks")
 
 
 class _Rooms:
@@ -165,5 +165,25 @@ def _print(trace: Trace, outcomes: Sequence[Outcome]) -> None:
             f"{outcome.blocks_per_second:,.0f}",
         )
     console.print(table)
+    console.print(_movements(outcomes))
     for note in trace.notes:
         console.print(note, highlight=False)
+
+
+def _movements(outcomes: Sequence[Outcome]) -> Table:
+    """What entered and left each tier, and why blocks went."""
+    table = Table()
+    for head in ("capacity", "tier", "blocks held", "read", "written", "went, by reason"):
+        table.add_column(head, justify="left" if head in ("tier", "went, by reason") else "right")
+    for outcome in outcomes:
+        for name, tier in outcome.tiers.items():
+            gone = {**tier.evicted, **tier.dropped}
+            table.add_row(
+                str(outcome.capacity_blocks),
+                name,
+                f"{tier.blocks} of {tier.capacity_blocks}",
+                f"{tier.read_bytes / 1e9:.1f} GB",
+                f"{tier.written_bytes / 1e9:.1f} GB",
+                ", ".join(f"{reason} {blocks}" for reason, blocks in gone.items() if blocks) or "-",
+            )
+    return table

@@ -179,8 +179,9 @@ class TieringSettings(Section):
     load_deadline: Seconds = Field(
         default=10.0, description="Seconds after which a load that does not arrive is a miss"
     )
-    prefetch: Literal["none", "next_turn"] = Field(
-        default="none", description="Bring the KV of a session to host before its next turn is expected"
+    prefetch: str = Field(
+        default="none",
+        description="Bring a session's KV to host before its next turn is expected: none, next_turn, or module:Class",
     )
     recompute_gate: bool = Field(
         default=True, description="Load only what is measured to be cheaper to load than to recompute"

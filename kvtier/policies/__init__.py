@@ -7,11 +7,12 @@ from kvtier.policies.clock2 import Clock2Policy
 from kvtier.policies.lru import LruPolicy
 from kvtier.policies.optimum import optimum_hits
 from kvtier.policies.prefetch import NextTurn, NoPrefetch, PrefetchPolicy
-from kvtier.policies.registry import POLICIES, make_policy
+from kvtier.policies.registry import POLICIES, PREFETCHES, make_policy, make_prefetch
 from kvtier.policies.s3fifo import S3FifoPolicy
 
 __all__ = [
     "POLICIES",
+    "PREFETCHES",
     "AdmissionPolicy",
     "AlwaysAdmit",
     "ArcPolicy",
@@ -25,5 +26,6 @@ __all__ = [
     "S3FifoPolicy",
     "SecondTouch",
     "make_policy",
+    "make_prefetch",
     "optimum_hits",
 ]

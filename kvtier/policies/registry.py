@@ -1,4 +1,4 @@
-"""Eviction policies by name."""
+"""Eviction and prefetch policies by name."""
 
 import time
 from collections.abc import Callable
@@ -7,8 +7,9 @@ from typing import Protocol, cast
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.plugins import Registry
 from kvtier.policies.base import EvictionPolicy
+from kvtier.policies.prefetch import PrefetchPolicy
 
-__all__ = ["POLICIES", "make_policy"]
+__all__ = ["POLICIES", "PREFETCHES", "make_policy", "make_prefetch"]
 
 POLICIES: Registry[EvictionPolicy] = Registry(
     "kvtier.policies",
@@ -20,6 +21,10 @@ POLICIES: Registry[EvictionPolicy] = Registry(
     },
 )
 
+PREFETCHES: Registry[PrefetchPolicy] = Registry(
+    "kvtier.prefetch",
+    {"none": "kvtier.policies.prefetch:NoPrefetch", "next_turn": "kvtier.policies.prefetch:NextTurn"},
+)
 
 _EXPECTED = "a class of kvtier.policies.EvictionPolicy, called as Class(capacity_blocks, clock=clock)"
 
@@ -49,4 +54,23 @@ def make_policy(name: str, capacity_blocks: int, clock: Callable[[], float] = ti
         raise ConfigError(f"policy {name!r} cannot be made ({error}): expected {_EXPECTED}") from error
     if not callable(getattr(policy, "victims", None)):
         raise ConfigError(f"policy {name!r} is a {type(policy).__name__}: expected {_EXPECTED}")
+    return policy
+
+
+def make_prefetch(name: str) -> PrefetchPolicy:
+    """A new prefetch policy.
+
+    Args:
+        name: "none", "next_turn", what another distribution registered, or "module:Class"; called without arguments.
+
+    Raises:
+        ConfigError: no such policy, or what it names is none.
+    """
+    expected = "a class of kvtier.policies.PrefetchPolicy, called without arguments"
+    try:
+        policy = PREFETCHES.get(name)()
+    except TypeError as error:
+        raise ConfigError(f"prefetch {name!r} cannot be made ({error}): expected {expected}") from error
+    if not callable(getattr(policy, "turn_ended", None)):
+        raise ConfigError(f"prefetch {name!r} is a {type(policy).__name__}: expected {expected}")
     return policy

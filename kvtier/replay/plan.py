@@ -69,7 +69,8 @@ class ReplayPlan:
         least = {"capacity_blocks": 1, "nvme_blocks": 0, "device_blocks": 0, "block_bytes": 1}
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
-                raise ConfigError(f"{name.replace('_', '-')} {getattr(self, name)}: expected at least {lowest}")
+                option, unit = name.rsplit("_", 1)
+                raise ConfigError(f"{option} of {getattr(self, name)} {unit}: expected at least {lowest}")
         for name, value, known in (("write", self.write_rule, WRITE_RULES), ("copies", self.copies, COPY_RULES)):
             if value not in known:
                 raise ConfigError(f"{name} {value!r}: expected one of {', '.join(known)}")

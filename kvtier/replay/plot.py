@@ -8,28 +8,32 @@ from typing import Any
 from kvtier.errors import ConfigError
 from kvtier.replay.report import Outcome
 
-__all__ = ["plot_outcomes", "require_matplotlib"]
+__all__ = ["plot_outcomes", "require_plot"]
 
 
-def require_matplotlib() -> None:
-    """Check that pictures can be drawn, before a long replay.
+def require_plot(path: Path) -> None:
+    """Check that a picture can be drawn there, before a long replay.
 
     Raises:
-        ConfigError: matplotlib is missing.
+        ConfigError: matplotlib is missing, the name does not end in ".png", or its directory is not there.
     """
     try:
         import_module("matplotlib")
     except ImportError as error:
         raise ConfigError("plot: matplotlib is missing: pip install 'kvtier[plot]'") from error
+    if path.suffix != ".png":
+        raise ConfigError(f"plot {path}: expected a file name that ends in .png")
+    if not path.parent.is_dir():
+        raise ConfigError(f"plot {path}: there is no directory {path.parent}; make it, or name another one")
 
 
 def plot_outcomes(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     """Draw the hit ratio over capacity, and of the last outcome occupancy and hit ratio over time.
 
     Raises:
-        ConfigError: matplotlib is missing, or the file cannot be written.
+        ConfigError: see `require_plot`, or the file cannot be written.
     """
-    require_matplotlib()
+    require_plot(path)
     figure = import_module("matplotlib.figure").Figure(figsize=(11, 4.2), layout="constrained")
     curve, time = figure.subplots(1, 2)
     _draw_curve(curve, outcomes)
@@ -37,8 +41,8 @@ def plot_outcomes(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     figure.suptitle(title)
     try:
         figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"plot {path}: {error}; expected a file name that ends in .png") from error
+    except OSError as error:
+        raise ConfigError(f"plot {path}: {error}; expected a file that can be written") from error
 
 
 def _draw_curve(axes: Any, outcomes: Sequence[Outcome]) -> None:

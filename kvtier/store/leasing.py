@@ -135,9 +135,14 @@ class Leases:
             self._held.setdefault(owner, set()).add(lease)
         return lease
 
-    def steps(self, lease: Lease, keys: Sequence[bytes], deadline: float | None, depth: int = 0) -> Steps[Lease]:
-        """Lease the leading run of `keys`, each part in the fastest tier that has it; `depth`: of the first block."""
-        ports = [port for port in self._ports if port.usable()]
+    def steps(
+        self, lease: Lease, keys: Sequence[bytes], deadline: float | None, depth: int = 0, *, trial: bool = True
+    ) -> Steps[Lease]:
+        """Lease the leading run of `keys`, each part in the fastest tier that has it.
+
+        `depth` is the first block's, `trial` as in `Port.usable`.
+        """
+        ports = [port for port in self._ports if port.usable(trial=trial)]
         idle = 0
         while idle < len(ports):
             for port in ports:

@@ -70,9 +70,13 @@ class Port:
         self._metrics = metrics
         self._patience = options.load_deadline
 
-    def usable(self) -> bool:
-        """Whether a request may look here now; a refusal is counted."""
-        allowed = self.breaker.allows()
+    def usable(self, *, trial: bool = True) -> bool:
+        """Whether to look here now; a refusal is counted.
+
+        Args:
+            trial: it is a request's own work, which may be the trial of a tier that is being left alone.
+        """
+        allowed = self.breaker.allows() if trial else not self.breaker.is_open
         if not allowed:
             self._metrics.skipped.labels(self.name).inc()
         return allowed
@@ -115,6 +119,9 @@ class Port:
             self.reads.observe(sum(handle.nbytes for handle in done.handles), time.perf_counter() - start)
         if Status.TIMEOUT in done.statuses:
             self.timed_out("acquire", deadline, time.perf_counter() - start)
+        elif done.handles and self.tier.caps.remote:
+            # The server has answered, even if nobody goes on to read. Of a disk, only the index has.
+            self.breaker.succeeded()
         return done.handles
 
     def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None) -> tuple[Status, ...]:

@@ -85,7 +85,8 @@ def prefetch_steps(
 ) -> Steps[PrefetchResult]:
     """Lease what there is, bring it into host, let go of it."""
     try:
-        yield from leases.steps(lease, keys, deadline, depth)
+        # It may be cancelled before it reads: a request's trial would be used up for nothing.
+        yield from leases.steps(lease, keys, deadline, depth, trial=False)
         away = promoter.away(lease)
         fits = yield from promoter.steps(lease, 0, len(lease), deadline)
         arrived = promoter.in_host(lease, 0, len(lease))

@@ -459,7 +459,7 @@ class TieredStore:
         self._ports[0].remove(keys)
         return sum(there)
 
-    def clear(self, tier_name: str | None = None, ns: int | None = None) -> None:
+    def clear(self, tier_name: str | None = None, *, ns: int | None = None) -> None:
         """Remove every block of a namespace (None: all) from one tier (None: all), those on their way included.
 
         Raises:
@@ -467,7 +467,7 @@ class TieredStore:
         """
         names = [tier.name for tier in self.tiers]
         if tier_name not in (None, *names):
-            raise ConfigError(f"no tier {tier_name!r}: expected one of {', '.join(names)}")
+            raise ConfigError(f"no tier {tier_name!r}: expected one of {', '.join(names)}; a namespace goes to ns=")
         self.settle()
         if tier_name in (None, self.host.name):
             self._inflight.delete()

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from store_world import BLOCK, ExtentTier, fetched, held, items, keys, nothing_is_held, verify
@@ -145,6 +146,32 @@ def test_a_tier_that_hangs_is_skipped_and_tried_again_later(world: World) -> Non
     assert fetched(world.store, keys("hung", 8), patience=20) == 8
     assert not world.store._ports[1].breaker.is_open
     assert len(world.store.match(keys("hung", 8)).tiers) == 8
+
+
+def left_alone(world: World) -> None:
+    """The tier hung until its breaker opened; it answers again, and a trial is due."""
+    world.hanging.inject(Fault("acquire", Kind.HANG), Fault("contains", Kind.HANG))
+    while not world.store._ports[1].breaker.is_open:
+        assert len(world.store.acquire(keys("hung", 8), "test").result(10)) == 0
+    world.hanging.heal()
+    world.now = 6.0
+
+
+def test_a_prefetch_takes_no_trial_from_a_request(world: World) -> None:
+    left_alone(world)
+    assert world.store.prefetch(keys("hung", 8), "test").result(10).blocks == 0
+    assert fetched(world.store, keys("hung", 8), patience=20) == 8
+    assert not world.store._ports[1].breaker.is_open
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_server_that_grants_a_lease_answers_again_a_disk_only_once_it_is_read(world: World, remote: bool) -> None:
+    world.hanging.caps = replace(world.hanging.caps, remote=remote)
+    left_alone(world)
+    lease = world.store.acquire(keys("hung", 8), "test").result(10)
+    assert len(lease) == 8
+    assert world.store._ports[1].breaker.is_open is not remote
+    world.store.release(lease)
 
 
 def test_a_hanging_index_costs_a_match_a_bounded_time(world: World) -> None:

@@ -58,7 +58,7 @@ class Leaving:
             if left:
                 # It came late; who reads it has as long again.
                 for index in left:
-                    self._store.clear(self._store.host.name, index)
+                    self._store.clear(self._store.host.name, ns=index)
                 self._spaces[indices] = self._clock()
                 self._spaces.move_to_end(indices)
                 continue

@@ -3,7 +3,16 @@
 import pytest
 
 from kvtier.errors import CapacityError, ConfigError
-from kvtier.policies import ArcPolicy, Clock2Policy, LruPolicy, S3FifoPolicy, make_policy
+from kvtier.policies import (
+    ArcPolicy,
+    Clock2Policy,
+    LruPolicy,
+    NextTurn,
+    NoPrefetch,
+    S3FifoPolicy,
+    make_policy,
+    make_prefetch,
+)
 
 
 def test_built_in_names_and_third_parties() -> None:
@@ -17,6 +26,17 @@ def test_unknown_names_and_absurd_sizes_are_refused() -> None:
         make_policy("arcc", 4)
     with pytest.raises(CapacityError, match="policy 'lru' for 0 blocks"):
         make_policy("lru", 0)
+
+
+def test_prefetch_policies_by_name_and_from_elsewhere() -> None:
+    kinds = {"none": NoPrefetch, "next_turn": NextTurn, "kvtier.policies.prefetch:NextTurn": NextTurn}
+    assert {name: type(make_prefetch(name)) for name in kinds} == kinds
+    with pytest.raises(ConfigError, match="did you mean 'next_turn'"):
+        make_prefetch("next_tern")
+    with pytest.raises(ConfigError, match="called without arguments"):
+        make_prefetch("kvtier.policies.arc:ArcPolicy")
+    with pytest.raises(ConfigError, match=r"is a OrderedDict: expected a class of kvtier\.policies\.PrefetchPolicy"):
+        make_prefetch("collections:OrderedDict")
 
 
 @pytest.mark.parametrize("name", ["arc", "s3fifo"])

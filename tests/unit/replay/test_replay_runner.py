@@ -261,8 +261,8 @@ def test_a_simulated_drive_is_as_busy_as_a_real_one_would_be():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"capacity_blocks": 0}, "capacity-blocks 0: expected at least 1"),
-        ({"nvme_blocks": -1}, "nvme-blocks -1: expected at least 0"),
+        ({"capacity_blocks": 0}, "capacity of 0 blocks: expected at least 1"),
+        ({"nvme_blocks": -1}, "nvme of -1 blocks: expected at least 0"),
         ({"copies": "two"}, "copies 'two': expected one of inclusive, exclusive"),
         ({"write_rule": "never"}, "write 'never': expected one of through, leave, second_touch"),
         ({"policy": "best"}, "'best': unknown, expected one of lru"),
