@@ -6,22 +6,26 @@ Bytes follow from key and exactness, so that a wrong block, or a lossy one for a
 
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from store_world import BLOCK, items, key, keys, nothing_is_held, verify
+from patience import until
+from store_world import BLOCK, NS, items, key, keys, nothing_is_held, verify
 
 from kvtier.cpu import HostTier
 from kvtier.hints import Hint
+from kvtier.keys import namespace_index
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.store import Lease, StoreOptions, TieredStore
 
 HOST_RECORDS, NVME_RECORDS, DEPTH = 12, 1024, 6
 PARTS = {"one": 1, "other": 1, "pair": 2}  # chain -> parts of its blocks
+NAMESPACES = {"one": NS, "pair": NS, "other": namespace_index(bytes(32))}
 OWNERS = ("alice", "bob")
 
 chains = st.sampled_from(sorted(PARTS))
@@ -58,21 +62,27 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
+        self.now = 0.0
+        self.model = {chain: _Chain() for chain in PARTS}
+        self.open()
+
+    def open(self) -> None:
         metrics = Metrics()
         self.host = HostTier(HOST_RECORDS * BLOCK, metrics=metrics)
         nvme = NvmeTier(self.directory / "nvme", NVME_RECORDS * BLOCK, NvmeOptions(min_free_bytes=0), metrics=metrics)
-        self.now = 0.0
         self.store = TieredStore(self.host, [nvme], metrics=metrics, options=StoreOptions(), clock=lambda: self.now)
-        self.model = {chain: _Chain() for chain in PARTS}
         self.leases: list[tuple[str, Lease]] = []
         self.pins: dict[str, int] = {}
         self.counted = {"stored": 0, "joined": 0, "dropped": 0}
+
+    def held(self) -> int:
+        return sum(bool(lease.blocks) for _, lease in self.leases)
 
     @rule(chain=chains, stop=st.integers(1, DEPTH), lossy=st.integers(0, DEPTH), session=st.booleans())
     def put(self, chain: str, stop: int, lossy: int, session: bool) -> None:
         parts = PARTS[chain]
         exact_below = stop if lossy == DEPTH else min(lossy, stop)
-        batch = items(chain, stop, parts, exact_below=exact_below)
+        batch = items(chain, stop, parts, exact_below=exact_below, ns=NAMESPACES[chain])
         hints = [Hint(session=chain)] * len(batch) if session else None
         result = self.store.put(batch, hints, parts=parts).result(30)
         assert sum(result) == stop
@@ -114,6 +124,19 @@ class StoreMachine(RuleBasedStateMachine):
         assert result.deferred in (None, "no_space")
         if result.deferred is None:
             assert result.blocks >= self.model[chain].least(exact=True)
+
+    @rule(chain=chains, late=st.booleans())
+    def prefetch_that_is_cut_short(self, chain: str, late: bool) -> None:
+        parts = PARTS[chain]
+        deadline = time.monotonic() - 1 if late else None
+        prefetch = self.store.prefetch(keys(chain, DEPTH, parts), "alice", parts=parts, deadline=deadline)
+        if not late:
+            prefetch.cancel()
+        result = prefetch.result(30)
+        assert result.blocks <= self.model[chain].most(exact=True)
+        assert result.deferred in (None, "no_space", "timeout" if late else "cancelled")
+        # Its result does not wait for a thread that is at work, which gives the lease back.
+        until(lambda: self.store.stats()["store"]["leases"] == self.held())
 
     @rule(pick=st.integers(0, 9))
     def release(self, pick: int) -> None:
@@ -169,6 +192,23 @@ class StoreMachine(RuleBasedStateMachine):
     def clear_host(self) -> None:
         self.store.clear("host")
 
+    @rule(chain=chains)
+    def clear_namespace(self, chain: str) -> None:
+        self.store.clear(ns=NAMESPACES[chain])
+        for other, ns in NAMESPACES.items():
+            if ns == NAMESPACES[chain]:
+                self.model[other] = _Chain()
+
+    @rule(chain=chains, stop=st.integers(1, DEPTH))
+    def close_amid_a_put_and_open_again(self, chain: str, stop: int) -> None:
+        put = self.store.put(items(chain, stop, PARTS[chain], ns=NAMESPACES[chain]), parts=PARTS[chain])
+        self.store.close()
+        result = put.result(0)
+        assert sum(result) == stop
+        # Closing drains: what was put is below, as if it had been flushed.
+        self.model[chain].put(range(stop), stop, all_stored=result.dropped == 0)
+        self.open()
+
     @invariant()
     def nothing_put_is_forgotten_and_nothing_deleted_returns(self) -> None:
         for chain, known in self.model.items():
@@ -184,7 +224,7 @@ class StoreMachine(RuleBasedStateMachine):
         stats = self.store.stats()
         assert stats["host"]["bytes"] <= HOST_RECORDS * BLOCK
         assert stats["nvme"]["bytes"] <= NVME_RECORDS * BLOCK
-        assert stats["store"]["leases"] == sum(bool(lease.blocks) for _, lease in self.leases)
+        assert stats["store"]["leases"] == self.held()
         for outcome, count in self.counted.items():
             assert self.store.metrics.value("put_blocks_total", outcome=outcome) == count
 
@@ -199,4 +239,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=25, stateful_step_count=30)
+TestStoreMachine.settings = settings(max_examples=18, stateful_step_count=30)
