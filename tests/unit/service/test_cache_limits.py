@@ -58,13 +58,13 @@ KEY, PARENT = chain(2)
         (one(key=b"short"), 400, "invalid"),
         (one(key=bytes(33)), 400, "invalid"),
         (one(parent=b"short", depth=1), 400, "invalid"),
-        (one(part=1), 400, "invalid"),
-        (one(part=-1), 400, "invalid"),
+        (one(part=1), 409, "wrong_layout"),
+        (one(part=-1), 409, "wrong_layout"),
         (one(depth=-2), 400, "invalid"),
         (one(depth=1 << 31, parent=PARENT), 400, "invalid"),
-        (one(depth=1), 400, "invalid"),
-        (one(depth=0, parent=PARENT), 400, "invalid"),
-        (one(depth=-1, parent=PARENT), 400, "invalid"),
+        (one(depth=1), 409, "conflict"),
+        (one(depth=0, parent=PARENT), 409, "conflict"),
+        (one(depth=-1, parent=PARENT), 409, "conflict"),
     ],
 )
 def test_a_block_that_cannot_be_is_refused_with_its_whole_batch(cache, block, status, code):

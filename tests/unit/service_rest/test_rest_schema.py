@@ -72,13 +72,14 @@ def test_the_service_is_what_its_document_says(document, mode):
 
 
 def test_the_edges_of_every_keyword(document):
-    modes, config = list(schemathesis.GenerationMode), document.config.generation
+    # Those of what is wrong are four times as many: at random they are met above.
+    modes, config = [schemathesis.GenerationMode.POSITIVE], document.config.generation
     asked = 0
     for operation in operations(document):
         for case in document.iter_coverage_cases(operation, generation_modes=modes, generation_config=config):
             asked += 1
             check(case)
-    assert asked > 1000
+    assert asked > 250
 
 
 def operations(document):
