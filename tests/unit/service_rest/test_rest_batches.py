@@ -118,7 +118,7 @@ def packed(head, body):
         ("get", {"keys": [1]}),
         ("get", {"keys": KEYS[0]}),
         ("get", {"keys": KEYS[:1], "parts": []}),
-        ("get", {"keys": KEYS[:1], "parts": [1]}),
+        ("get", {"keys": KEYS[:1], "parts": [0, 0]}),
         ("get", {"keys": KEYS[:1], "parts": [-1]}),
         ("get", {"keys": KEYS[:1], "each": 1}),
         ("get", {"keys": KEYS[:1], "timeout": 0}),
@@ -141,6 +141,11 @@ def packed(head, body):
 def test_malformed_bodies(rest, verb, body):
     refused = call(rest, verb, body)
     assert (refused.status_code, error_of(refused)["code"]) == (400, "invalid")
+
+
+def test_a_part_that_the_namespace_has_not(rest):
+    refused = call(rest, "get", {"keys": KEYS[:1], "parts": [1]})
+    assert (refused.status_code, error_of(refused)["code"]) == (404, "unknown_block")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"null", b"\xff", b"[" * 60_000, b'{"keys": NaN}'])
