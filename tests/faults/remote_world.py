@@ -8,13 +8,13 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, Self
+from collections.abc import Iterator, Sequence
+from typing import Self
 
 import numpy as np
 import pytest
+from rigs_world import PATIENCE, SLACK, Rig, eventually
 
-from kvtier.config import RemoteSettings
 from kvtier.cpu import HostTier
 from kvtier.metrics import Metrics
 from kvtier.remote import open_remote
@@ -26,43 +26,7 @@ BLOCK = 64 << 10
 CHAIN = 8
 CHAINS = 12
 HOST_BLOCKS = 4 * CHAIN
-PATIENCE = 1.0
-# What a busy machine adds to a deadline.
-SLACK = 4.0
-
-
-class Rig(Protocol):
-    """One server, its data, and what can happen to it.
-
-    settings: of a tier on it, with a short timeout. fills: it can be made full.
-    """
-
-    settings: RemoteSettings
-    fills: bool
-
-    def kill(self) -> None:
-        """End it at once."""
-
-    def start(self) -> None:
-        """Start it again, without any data."""
-
-    def freeze(self) -> None:
-        """It takes connections and answers nothing."""
-
-    def thaw(self) -> None:
-        """It goes on."""
-
-    def fill(self) -> None:
-        """It has room for nothing more, and drops nothing."""
-
-    def drain(self) -> None:
-        """It has room again."""
-
-    def corrupt(self) -> int:
-        """Damage the block bytes of every record; how many there were."""
-
-    def close(self) -> None:
-        """End it for good."""
+KEYS = [ref.key for seed in [*range(CHAINS), 50, 100] for ref in chain_refs(CHAIN, seed=seed)]
 
 
 class World:
@@ -162,13 +126,6 @@ class Load:
         eventually(lambda: self.rounds >= target or self._errors, "the load stands still")
 
 
-def eventually(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
-
-
 class RemoteFaultSuite:
     """What must hold of a store, whatever happens to its server."""
 
@@ -247,7 +204,7 @@ class RemoteFaultSuite:
         world.put(refs)
         assert world.below(refs) == CHAIN
         world.store.clear("host")
-        damaged = world.rig.corrupt()
+        damaged = world.rig.corrupt(KEYS)
         assert damaged >= 1
         assert world.fetched(refs) == 0
         assert world.met("corrupt") >= 1
@@ -259,7 +216,7 @@ class RemoteFaultSuite:
         with Load(world) as load:
             load.goes_on(2 * CHAINS)
             for _ in range(3):
-                world.rig.corrupt()
+                world.rig.corrupt(KEYS)
                 load.goes_on()
             eventually(lambda: world.met("corrupt"), "nobody read what was damaged")
         world.assert_recovers(100)

@@ -1,20 +1,16 @@
 """A store over a real S3 server to which everything happens, and over a directory that is full."""
 
 import contextlib
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import obstore
 import pytest
 from objects_world import S3Server
-from remote_world import BLOCK, RemoteFaultSuite, World
+from remote_world import RemoteFaultSuite, World
+from rigs_world import RUN, ObjectsRig
 from test_fault_disk import mounted
 
 from kvtier.config import RemoteSettings
-from kvtier.remote.objects.packing import table_bytes
-
-RUN = 4
 
 
 @pytest.fixture(scope="module")
@@ -24,56 +20,13 @@ def server() -> Iterator[S3Server]:
     server.kill()
 
 
-class S3Rig:
-    """See `remote_world.Rig`."""
-
-    fills = False
-
-    def __init__(self, server: S3Server) -> None:
-        self._server = server
-        self._server.empty()
-        self.settings = server.settings("faults", RUN, timeout=0.5)
-
-    def kill(self) -> None:
-        self._server.kill()
-
-    def start(self) -> None:
-        self._server.start()
-
-    def freeze(self) -> None:
-        self._server.signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self._server.signal(signal.SIGCONT)
-
-    def fill(self) -> None:
-        raise NotImplementedError
-
-    def drain(self) -> None:
-        raise NotImplementedError
-
-    def corrupt(self) -> int:
-        store = self._server.store()
-        objects = [meta["path"] for batch in obstore.list(store) for meta in batch]
-        for path in objects:
-            with contextlib.suppress(FileNotFoundError):
-                data = bytearray(obstore.get(store, path).bytes())
-                for at in range(RUN):
-                    data[table_bytes(RUN) + at * BLOCK + 5000] ^= 1
-                obstore.put(store, path, bytes(data))
-        return RUN * len(objects)
-
-    def close(self) -> None:
-        """The next one has the same server."""
-
-
 class TestS3Faults(RemoteFaultSuite):
     @pytest.fixture(autouse=True)
     def _server_of_all(self, server: S3Server) -> None:
         self._server = server
 
-    def make_rig(self, path: object) -> S3Rig:
-        return S3Rig(self._server)
+    def make_rig(self, path: object) -> ObjectsRig:
+        return ObjectsRig(self._server)
 
 
 class DirectoryRig:

@@ -69,7 +69,8 @@ class Administration:
         """See `Cache.set_capacity`.
 
         Raises:
-            ServiceError: forbidden; invalid: no such tenant, another tier than host, or beyond `service.host_limit`.
+            ServiceError: forbidden, unknown_tenant; invalid: another tier than host; conflict: beyond
+                `service.host_limit`, or what the other tenants leave of it.
         """
 
         def resize() -> int:
@@ -80,14 +81,14 @@ class Administration:
                 others = sum(one.quotas["host"] for one in self._tenants.values() if one is not owner)
                 if others + nbytes > self._most:
                     raise ServiceError(
-                        "invalid",
+                        "conflict",
                         f"{nbytes} bytes beside {others} of the other tenants: at most {self._most} in all; lower "
                         "theirs first, raise service.host_limit, or set service.overcommit = true",
                     )
                 try:
                     return owner.resize(nbytes)
                 except CapacityError as error:
-                    raise ServiceError("invalid", f"{error}; service.host_limit is what can be reserved") from error
+                    raise ServiceError("conflict", f"{error}; service.host_limit is what can be reserved") from error
 
         return self._audited("set_capacity", caller, resize, of=tenant, tier=tier, nbytes=nbytes)
 
@@ -95,7 +96,7 @@ class Administration:
         """See `Cache.set_policy`.
 
         Raises:
-            ServiceError: forbidden; invalid: no such tenant or policy.
+            ServiceError: forbidden, unknown_tenant; invalid: no such policy.
         """
 
         def change() -> None:
@@ -109,7 +110,7 @@ class Administration:
     def _named(self, tenant: str) -> Tenant:
         found = self._tenants.get(tenant)
         if found is None:
-            raise ServiceError("invalid", f"no such tenant: expected one of {', '.join(sorted(self._tenants))}")
+            raise ServiceError("unknown_tenant", f"no such tenant: expected one of {', '.join(sorted(self._tenants))}")
         return found
 
     def _audited(self, verb: str, caller: Caller, action: Callable[[], _T], **fields: object) -> _T:

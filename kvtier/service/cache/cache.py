@@ -146,7 +146,8 @@ class Cache:
         """Make a namespace; the same again is the same. Scope write.
 
         Raises:
-            ServiceError: forbidden; conflict: another one has this name; quota_exceeded; too_large: its blocks are.
+            ServiceError: forbidden; conflict: another one has this name; quota_exceeded; wrong_layout: its
+                blocks are too large.
         """
         with self._calls.call("create_namespace", caller):
             tenant = self._tenant(caller, Scope.WRITE)
@@ -156,7 +157,7 @@ class Cache:
             largest = max(spec.block_bytes, default=0)
             if largest > self.settings.max_block:
                 raise ServiceError(
-                    "too_large", f"layout with blocks of {largest} bytes: at most {self.settings.max_block}"
+                    "wrong_layout", f"layout with blocks of {largest} bytes: at most {self.settings.max_block}"
                 )
             return tenant.info(tenant.create(spec))
 
@@ -252,7 +253,7 @@ class Cache:
             layout = space.spec.layout
             if layout is None or space.spec.scheme != KEY_SCHEME:
                 raise ServiceError(
-                    "invalid",
+                    "wrong_layout",
                     f"namespace {ns}: token ids name blocks only with a layout and the key scheme {KEY_SCHEME}; "
                     "send chain keys",
                 )
@@ -295,15 +296,18 @@ class Cache:
             checked: False: the caller compares what it reads with `Found.guard`; conflict where it cannot.
 
         Raises:
-            ServiceError: forbidden, unknown_namespace, invalid, too_large, busy, timeout, conflict.
+            ServiceError: forbidden, unknown_namespace, unknown_block: no such part; invalid, too_large, busy, timeout,
+                conflict.
         """
 
         def start() -> "Future[Reading]":
             tenant, space = self._space(caller, Scope.READ, ns)
             chosen = tuple(range(space.parts)) if parts is None else tuple(parts)
             self._check(keys, len(chosen))
-            if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(space.parts)):
-                raise ServiceError("invalid", f"parts {list(chosen)}: expected some of 0..{space.parts - 1}, once each")
+            if not chosen or len(set(chosen)) < len(chosen):
+                raise ServiceError("invalid", f"parts {list(chosen)}: expected at least one, and each once")
+            if not set(chosen) <= set(range(space.parts)):
+                raise ServiceError("unknown_block", f"parts {list(chosen)}: the namespace has 0..{space.parts - 1}")
             most, until = self.settings.max_batch, self._until(deadline)
             request = ReadRequest(space, list(keys), chosen, _CLIENT + owner, lossy, each, until, most, depth, checked)
             future = tenant.read(request)

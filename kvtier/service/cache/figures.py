@@ -50,7 +50,7 @@ class Figures:
         """See `Cache.history`."""
         shown = self._shown(caller)
         if tenant is not None and tenant not in shown:
-            raise ServiceError("invalid", f"tenant: expected one of {', '.join(sorted(shown))}")
+            raise ServiceError("unknown_tenant", f"tenant: expected one of {', '.join(sorted(shown))}")
         return self._history.since(seconds, shown if tenant is None else [tenant])
 
     def _shown(self, caller: Caller) -> list[str]:

@@ -138,12 +138,14 @@ class Prefetches:
         return _info(prefetch_id, self._get(prefetch_id, sees))
 
     def cancel(self, prefetch_id: str, sees: Callable[[str], bool]) -> PrefetchInfo:
-        """Stop one, of a namespace that the caller sees; what has arrived stays.
+        """Stop and forget one, of a namespace that the caller sees; what has arrived stays.
 
         Raises:
             ServiceError: unknown_prefetch.
         """
         prefetch = self._get(prefetch_id, sees)
+        with self._lock:
+            self._known.pop(prefetch_id, None)
         prefetch.cancel()
         return _info(prefetch_id, prefetch)
 
@@ -151,7 +153,7 @@ class Prefetches:
         with self._lock:
             space, prefetch = self._known.get(prefetch_id, ("", None))
         if prefetch is None or not sees(space):
-            raise ServiceError("unknown_prefetch", "no prefetch of this id: it was long ago, or never")
+            raise ServiceError("unknown_prefetch", "no prefetch of this id: it was cancelled, long ago, or never")
         return prefetch
 
     @property

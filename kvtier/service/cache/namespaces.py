@@ -41,7 +41,7 @@ class NamespaceSpec:
         scheme: how chain keys are made; only those of `kvtier.keys.KEY_SCHEME` can be made from token ids here.
 
     Raises:
-        ServiceError: invalid: a name or text that none can have.
+        ServiceError: invalid: a name or text that none can have; wrong_layout: too many parts.
     """
 
     name: str
@@ -58,7 +58,7 @@ class NamespaceSpec:
             if len(text) > _LONGEST_TEXT:
                 raise ServiceError("invalid", f"{field} of {len(text)} characters: expected at most {_LONGEST_TEXT}")
         if self.parts > _MOST_PARTS:
-            raise ServiceError("invalid", f"layout of {self.parts} parts: expected at most {_MOST_PARTS}")
+            raise ServiceError("wrong_layout", f"layout of {self.parts} parts: expected at most {_MOST_PARTS}")
 
     @property
     def parts(self) -> int:

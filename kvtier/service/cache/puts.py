@@ -54,7 +54,8 @@ def check_blocks(blocks: Sequence[BlockPut], space: OpenNamespace, *, largest: i
         quota: the tenant's bytes in host.
 
     Raises:
-        ServiceError: invalid, wrong_layout, too_large or quota_exceeded.
+        ServiceError: invalid, wrong_layout, too_large, quota_exceeded; conflict: depth and parent
+            contradict each other.
     """
     total = 0
     sizes = space.spec.block_bytes
@@ -78,12 +79,12 @@ def check_blocks(blocks: Sequence[BlockPut], space: OpenNamespace, *, largest: i
 
 def _check_place(block: BlockPut, parts: int) -> None:
     if not 0 <= block.part < parts:
-        raise ServiceError("invalid", f"part {block.part}: expected 0 to {parts - 1}")
+        raise ServiceError("wrong_layout", f"part {block.part}: expected 0 to {parts - 1}")
     if not -1 <= block.depth <= _DEEPEST:
         raise ServiceError("invalid", f"depth {block.depth}: expected -1 (parent unknown) to {_DEEPEST}")
     if (block.parent is None) != (block.depth < 1):
         raise ServiceError(
-            "invalid",
+            "conflict",
             f"depth {block.depth} {'without' if block.parent is None else 'with'} a parent: depth 0 has none, deeper "
             "blocks name theirs, and -1 says that it is unknown",
         )

@@ -31,7 +31,7 @@ def figure_routes(service: Service) -> APIRouter:
         """All figures of the caller's tenant; with the scope admin, of all tenants and of the service."""
         return cache.stats(caller).as_data()
 
-    @router.get("/v1/stats/history", responses=refusals())
+    @router.get("/v1/stats/history", responses=refusals("unknown_tenant"))
     def history(
         caller: CallerOf,
         seconds: Annotated[float, Query(ge=1, le=LONGEST_SECONDS, description="Until now")] = 600.0,
@@ -83,12 +83,12 @@ def admin_routes(service: Service) -> APIRouter:
         """Put the NVMe directories in order."""
         return CompactAnswer(tenants=cache.compact(caller))
 
-    @router.post("/capacity", responses=refusals("conflict", body=True))
+    @router.post("/capacity", responses=refusals("unknown_tenant", "conflict", body=True))
     def set_capacity(caller: CallerOf, body: CapacityBody) -> CapacityAnswer:
         """Change a tenant's quota; what does not fit any more is evicted."""
         return CapacityAnswer(bytes=cache.set_capacity(caller, body.tenant, body.tier, body.bytes))
 
-    @router.post("/policy", status_code=204, responses=refusals(body=True))
+    @router.post("/policy", status_code=204, responses=refusals("unknown_tenant", body=True))
     def set_policy(caller: CallerOf, body: PolicyBody) -> None:
         """Change which block leaves a tenant's host tier first."""
         cache.set_policy(caller, body.tenant, body.policy)

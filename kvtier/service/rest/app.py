@@ -90,12 +90,12 @@ def make_app(cache: Cache, tokens: Tokens, settings: ServiceSettings) -> FastAPI
     app.add_middleware(PageGuard, local=not tokens.required)
     app.add_middleware(HeadGuard)
     app.add_middleware(AccessLog, label=_label, answered=requests.answered, log="kvtier.service.access")
-    _add_document(app)
+    _add_document(app, settings, tokens=tokens.required)
     return app
 
 
-def _add_document(app: FastAPI) -> None:
-    described = cache_once(partial(describe, app))
+def _add_document(app: FastAPI, settings: ServiceSettings, *, tokens: bool) -> None:
+    described = cache_once(partial(describe, app, settings, tokens=tokens))
     # As FastAPI's own documentation overrides it.
     app.openapi = described  # type: ignore[method-assign]
 

@@ -49,7 +49,7 @@ def _add_streams(router: APIRouter, service: Service) -> None:
     @router.post(
         _PATH + "get",
         response_class=Response,
-        responses=STREAM_ANSWER | refusals("unknown_namespace", "timeout", body=True),
+        responses=STREAM_ANSWER | refusals("unknown_namespace", "unknown_block", "timeout", body=True),
     )
     async def get_blocks(caller: CallerOf, ns: Ns, body: ReadBody) -> Response:
         """Get the leading run of some blocks, or whatever of them is there, as a block stream."""
@@ -73,7 +73,7 @@ def _add_streams(router: APIRouter, service: Service) -> None:
 
     @router.post(
         _PATH + "put",
-        responses=refusals("unknown_namespace", "wrong_layout", "wrong_digest", "timeout", body=True),
+        responses=refusals("unknown_namespace", "wrong_layout", "conflict", "wrong_digest", "timeout", body=True),
         openapi_extra=STREAM_BODY,
     )
     async def put_blocks(request: Request, caller: CallerOf, ns: Ns) -> PutsAnswer:
@@ -91,7 +91,7 @@ def _add_streams(router: APIRouter, service: Service) -> None:
 
 
 def _add_keyed(router: APIRouter, cache: Cache) -> None:
-    @router.post(_PATH + "match", responses=refusals("unknown_namespace", body=True))
+    @router.post(_PATH + "match", responses=refusals("unknown_namespace", "wrong_layout", body=True))
     def match_blocks(caller: CallerOf, ns: Ns, body: MatchBody) -> MatchAnswer:
         """Where the leading run of a prefix lies; moves nothing, and promises nothing."""
         if body.tokens is None:

@@ -17,7 +17,7 @@ from kvtier.service.rest.headers import documented, read_headers
 from kvtier.service.rest.heads import KEY_PATTERN, block_headers, content_digest, etag, matches_tag, span_of
 from kvtier.service.rest.memory import Buffer
 from kvtier.service.rest.sending import BlockReply
-from kvtier.service.rest.spec import BLOCK_BODY, BLOCK_HEADERS, Responses, refusals
+from kvtier.service.rest.spec import BLOCK_HEADERS, Responses, block_body, refusals
 
 __all__ = ["block_routes"]
 
@@ -69,6 +69,7 @@ class GetHeads(BaseModel):
 
 _Lossy = Annotated[bool, Query(description="Whether a block that went through a lossy format will do")]
 
+_PUT_REFUSES = ("unknown_namespace", "wrong_layout", "conflict", "exists", "wrong_digest", "quota_exceeded", "timeout")
 _ANSWERS: Responses = {
     200: {
         "description": "The block's bytes",
@@ -106,11 +107,9 @@ def _add_put(router: APIRouter, service: Service) -> None:
         status_code=201,
         responses={
             200: {"model": PutAnswer, "description": "It was there already"},
-            **refusals(
-                *("unknown_namespace", "wrong_layout", "exists", "wrong_digest", "quota_exceeded", "timeout"), body=True
-            ),
+            **refusals(*_PUT_REFUSES, body=True),
         },
-        openapi_extra={**BLOCK_BODY, "parameters": documented(PutHeads)},
+        openapi_extra={**block_body(service.settings.max_block), "parameters": documented(PutHeads)},
     )
     async def put_block(request: Request, response: Response, caller: CallerOf, ns: Ns, key: Key) -> PutAnswer:
         """Store one block, or one part of it."""
@@ -169,9 +168,7 @@ def _expected(info: NamespaceInfo, heads: PutHeads, announced: str | None) -> in
         has = fingerprint or "none: it is opaque"
         raise ServiceError("wrong_layout", f"KVTier-Layout {heads.layout}: the namespace has {has}")
     if heads.part >= info.parts:
-        raise RestError(
-            400, "invalid", f"part {heads.part}: the namespace has {info.parts}, counted from 0", param="KVTier-Part"
-        )
+        raise ServiceError("wrong_layout", f"part {heads.part}: the namespace has {info.parts}, counted from 0")
     wanted = info.block_bytes[heads.part] if info.block_bytes else None
     length = None if announced is None else int(announced)
     if length == 0:

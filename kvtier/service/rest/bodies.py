@@ -4,7 +4,8 @@ Of what is wrong in a list or an object one thing, or a few, are told: to find o
 millions of values takes a minute, in which nobody else is served.
 """
 
-from typing import Annotated, Literal, Self, TypeAlias
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
@@ -53,11 +54,21 @@ def _few_extras(data: object) -> object:
     return data
 
 
+def _besides(**keywords: JsonValue) -> Callable[[dict[str, Any]], None]:
+    """Further keywords of the list or object that a field is, where it is not null."""
+
+    def add(schema: dict[str, Any]) -> None:
+        schema["anyOf"][0] |= keywords
+
+    return add
+
+
 _INTEGRAL = BeforeValidator(_integral)
 _Part: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 16), _INTEGRAL]
 _Seconds: TypeAlias = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+# Less than the least is over before a look-up is.
 _Timeout: TypeAlias = Annotated[
-    Annotated[float, Field(ge=0.001, le=1e9, allow_inf_nan=False)] | None,
+    Annotated[float, Field(ge=0.01, le=1e9, allow_inf_nan=False)] | None,
     Field(description="Seconds that it may take; null: `service.request_timeout`, the longest"),
 ]
 _Whole: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 31), _INTEGRAL]
@@ -105,7 +116,12 @@ class ReadBody(KeysBody):
     depth: _Depth = 0
     parts: Annotated[
         Annotated[list[_Part], Field(fail_fast=True)] | None,
-        Field(min_length=1, max_length=4096, description="Parts of every block; null: all"),
+        Field(
+            min_length=1,
+            max_length=4096,
+            description="Parts of every block, each once; null: all",
+            json_schema_extra=_besides(uniqueItems=True),
+        ),
     ] = None
     each: bool = Field(default=False, description="Whatever is there, instead of the leading run")
     lossy: _Lossy = False
@@ -137,7 +153,10 @@ class MatchBody(_Body):
         ]
         | None,
         BeforeValidator(_few_extras),
-        Field(description="With tokens: block index -> what the block holds besides tokens, packed, in hex"),
+        Field(
+            description="With tokens: block index -> what the block holds besides tokens, packed, in hex",
+            json_schema_extra=_besides(additionalProperties=False, maxProperties=_MOST_EXTRAS),
+        ),
     ] = None
     lossy: _Lossy = False
     depth: _Depth = 0
@@ -261,7 +280,8 @@ class CapacityBody(_Body):
 
     tenant: _Tenant
     tier: Literal["host"] = Field(description="The one whose quota changes at run time")
-    bytes: Annotated[int, Field(ge=1, lt=1 << 63), _INTEGRAL]
+    # The largest integer that every reader of JSON has exactly (RFC 7493, 2.2).
+    bytes: Annotated[int, Field(ge=1, lt=1 << 53), _INTEGRAL]
 
 
 class PolicyBody(_Body):

@@ -17,7 +17,7 @@ def namespace_routes(service: Service) -> APIRouter:
     @router.post(
         "/v1/namespaces",
         status_code=201,
-        responses=refusals("conflict", body=True)
+        responses=refusals("conflict", "wrong_layout", "quota_exceeded", body=True)
         | linked(201, "ns", "name", "get_namespace", "clear_namespace", "drop_namespace"),
     )
     def create_namespace(caller: CallerOf, body: NamespaceBody) -> NamespaceAnswer:
@@ -83,7 +83,7 @@ def hold_routes(service: Service) -> APIRouter:
 
     @router.delete("/v1/prefetches/{id:part}", responses=refusals("unknown_prefetch"))
     def cancel_prefetch(caller: CallerOf, id: Id) -> PrefetchAnswer:  # noqa: A002 - the name in the path
-        """Stop a prefetch."""
+        """Stop a prefetch and forget it; what has arrived stays."""
         return PrefetchAnswer.of(cache.cancel(caller, id))
 
     @router.post("/v1/sessions/{id:part}:end", status_code=204, responses=refusals("unknown_path"))

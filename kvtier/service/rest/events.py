@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
@@ -13,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 from kvtier.service.cache import Cache
 from kvtier.service.cache.events import BlockEvent, TenantEvents
 from kvtier.service.rest.calls import CallerOf, Service
-from kvtier.service.rest.errors import RestError
 from kvtier.service.rest.guards import still_known
 from kvtier.service.rest.spec import refusals
 
@@ -22,13 +20,22 @@ __all__ = ["EventReply", "event_routes"]
 _AT_ONCE = 256
 _TICK_SECONDS = 1.0
 _BEAT_TICKS = 15
-_ID = re.compile(r"(?:([0-9a-f]{16})-)?([0-9]{1,18})")
 _ID_PATTERN = r"^(?:[0-9a-f]{16}-)?[0-9]{1,18}$"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_EVENT = {
+    "description": "One event, its fields as clients of server-sent events read them",
+    "type": "object",
+    "required": ["id", "event", "data"],
+    "properties": {
+        "id": {"type": "string", "pattern": r"^[0-9a-f]{16}-[0-9]{1,18}$"},
+        "event": {"enum": ["stored", "removed", "cleared", "gap"]},
+        "data": {"type": "string", "contentMediaType": "application/json"},
+    },
+}
 _EXAMPLE = (
     'id: 5d2f1c0a9b8e7d6f-17\nevent: stored\ndata: {"sequence":17,"time":1790000000.5,"tier":"host",'
     '"namespace":"smollm2","part":0,"keys":["3f1ae6c08d6c5f4b9d0c5f0e7b1a2c3d"],"parents":[null],"depths":[0],'
@@ -46,7 +53,7 @@ def event_routes(service: Service) -> APIRouter:
         responses={
             200: {
                 "description": "Events without end, each with an id from which to resume; `gap` where some were missed",
-                "content": {"text/event-stream": {"schema": {"type": "string"}, "example": _EXAMPLE}},
+                "content": {"text/event-stream": {"schema": _EVENT, "example": _EXAMPLE}},
             },
             **refusals(),
         },
@@ -58,7 +65,7 @@ def event_routes(service: Service) -> APIRouter:
             str | None, Query(pattern=_ID_PATTERN, description="An event's id or number; those after it come first")
         ] = None,
         last_event_id: Annotated[
-            str | None, Header(alias="Last-Event-ID", max_length=64, description="As `since`, and goes before it")
+            str | None, Header(alias="Last-Event-ID", pattern=_ID_PATTERN, description="As `since`, and goes before it")
         ] = None,
     ) -> Response:
         """Follow what the tiers hold, from now on or from an earlier event on."""
@@ -77,11 +84,8 @@ def _after(log: TenantEvents, since: str | None) -> int:
     """Sequence number after which the client wants events; -1, which no event has, for one of another log."""
     if since is None:
         return log.last
-    match = _ID.fullmatch(since)
-    if match is None:
-        raise RestError(400, "invalid", "Last-Event-ID: expected an event's id or number", param="Last-Event-ID")
-    epoch, sequence = match.groups()
-    return int(sequence) if epoch in (None, log.epoch) else -1
+    epoch, _, sequence = since.rpartition("-")
+    return int(sequence) if epoch in ("", log.epoch) else -1
 
 
 class EventReply(Response):

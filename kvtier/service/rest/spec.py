@@ -5,12 +5,23 @@ from typing import Any, TypeAlias
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from kvtier.config import ServiceSettings
+from kvtier.policies import POLICIES
 from kvtier.service.cache import STATUSES
 from kvtier.service.rest.answers import ErrorAnswer
 from kvtier.service.rest.guards import OPEN_PATHS
 from kvtier.wire.blockstream import MEDIA_TYPE
 
-__all__ = ["BLOCK_BODY", "BLOCK_HEADERS", "STREAM_ANSWER", "STREAM_BODY", "Responses", "describe", "linked", "refusals"]
+__all__ = [
+    "BLOCK_HEADERS",
+    "STREAM_ANSWER",
+    "STREAM_BODY",
+    "Responses",
+    "block_body",
+    "describe",
+    "linked",
+    "refusals",
+]
 
 Responses: TypeAlias = dict[int | str, dict[str, Any]]
 
@@ -31,9 +42,10 @@ _TEXTS = {
     "unknown_block": "No such block, or no such part of it",
     "unknown_pin": "No such pin: it ended, or never was",
     "unknown_prefetch": "No such prefetch: it is forgotten, or never was",
+    "unknown_tenant": "No such tenant, or not for this token",
     "request_timeout": "The body does not advance",
-    "conflict": "A namespace of this name is another one",
-    "wrong_layout": "The bytes do not fit the namespace's layout",
+    "conflict": "It contradicts itself or what is there, such as a namespace of this name, or the quotas of others",
+    "wrong_layout": "It does not fit the namespace's layout, or the layout is larger than this service takes",
     "exists": "It is there already, and `If-None-Match: *` was sent",
     "too_large": "The body, a block or a batch is beyond the limits",
     "invalid_range": "The block has none of these bytes",
@@ -110,13 +122,19 @@ BLOCK_HEADERS: dict[str, Any] = {
 
 _BINARY = {"type": "string", "format": "binary"}
 
-BLOCK_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "description": "The block's bytes. As many as the layout says; opaque namespaces take 1 to `service.max_block`",
-        "content": {"application/octet-stream": {"schema": _BINARY}},
+
+def block_body(most: int) -> dict[str, Any]:
+    """The body of a put: `most` bytes at most."""
+    return {
+        "requestBody": {
+            "required": True,
+            "description": "The block's bytes. As many as the layout says; opaque namespaces take 1 to "
+            "`service.max_block`",
+            "content": {"application/octet-stream": {"schema": _BINARY | {"minLength": 1, "maxLength": most}}},
+        }
     }
-}
+
+
 STREAM_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -138,8 +156,14 @@ def _absent_is_not_null(schema: dict[str, Any]) -> dict[str, Any]:
     return kind | {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document: FastAPI's, with the tokens, and without the refusals that this service has not."""
+def describe(app: FastAPI, settings: ServiceSettings, *, tokens: bool) -> dict[str, Any]:
+    """The OpenAPI document: FastAPI's, with the limits of this service, and without the refusals that it has not.
+
+    Args:
+        app: what is described.
+        settings: its limits.
+        tokens: whether callers need one.
+    """
     document: dict[str, Any] = get_openapi(
         title=app.title,
         version=app.version,
@@ -148,9 +172,12 @@ def describe(app: FastAPI) -> dict[str, Any]:
         tags=app.openapi_tags,
     )
     components = document["components"]
-    components["securitySchemes"] = {
-        "token": {"type": "http", "scheme": "bearer", "description": "Of `kvtier cache token create`"}
-    }
+    components["schemas"]["PinBody"]["properties"]["ttl"]["maximum"] = settings.max_pin_ttl
+    components["schemas"]["PolicyBody"]["properties"]["policy"]["enum"] = [*POLICIES.names()]
+    if tokens:
+        components["securitySchemes"] = {
+            "token": {"type": "http", "scheme": "bearer", "description": "Of `kvtier cache token create`"}
+        }
     for path, operations in document["paths"].items():
         for operation in operations.values():
             for parameter in operation.get("parameters", ()):
@@ -158,8 +185,10 @@ def describe(app: FastAPI) -> dict[str, Any]:
             # FastAPI's own shape of a validation error; here that is a 400 like any other.
             if operation["responses"].get("422", {}).get("description") == "Validation Error":
                 del operation["responses"]["422"]
-            if path not in OPEN_PATHS:
+            if tokens and path not in OPEN_PATHS:
                 operation["security"] = [{"token": []}]
+            elif not tokens:
+                operation["responses"].pop("401", None)
     for name in ("HTTPValidationError", "ValidationError"):
         components["schemas"].pop(name, None)
     return document

@@ -158,7 +158,7 @@ def test_match_by_token_ids(client: DataClient) -> None:
     other = client.match_tokens(ns, tokens, {0: b"image"})
     assert other.tiers == ()
     assert other.keys[0] != known.keys[0]
-    with pytest.raises(Invalid, match="layout"):
+    with pytest.raises(Conflict, match="layout"):
         client.match_tokens(f"{client.way}-opaque", tokens)  # type: ignore[attr-defined]
 
 

@@ -64,3 +64,29 @@ def test_a_trial_that_succeeds_closes_it_and_forgets_the_pause() -> None:
         breaker.failed()
     clock.now += 5.0
     assert breaker.allows()
+
+
+def test_what_fails_after_it_opened_puts_no_trial_off() -> None:
+    breaker, clock = opened()
+    # Under way when it opened, or of somebody who does not ask.
+    for clock.now in (0.0, 0.0, 2.0, 4.9):
+        assert not breaker.failed()
+    clock.now = 5.0
+    assert breaker.allows()
+    clock.now = 6.0
+    breaker.failed()
+    for clock.now in (7.0, 15.9):
+        breaker.failed()
+    assert not breaker.allows()
+    clock.now = 16.0
+    assert breaker.allows()
+
+
+def test_who_does_not_ask_and_fails_when_a_trial_is_due_is_the_trial() -> None:
+    breaker, clock = opened()
+    clock.now = 5.0
+    breaker.failed()
+    clock.now = 14.9
+    assert not breaker.due
+    clock.now = 15.0
+    assert breaker.due

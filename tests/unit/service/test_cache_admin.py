@@ -102,19 +102,19 @@ def test_a_quota_shrinks_and_grows_at_run_time(cache):
 
 
 @pytest.mark.parametrize(
-    ("tenant", "tier", "nbytes", "message"),
+    ("tenant", "tier", "nbytes", "code", "message"),
     [
-        ("default", "host", 129 * BLOCK, r"service\.host_limit"),
-        ("default", "host", 0, "expected 4096"),
-        ("default", "host", -1, "expected 4096"),
-        ("default", "nvme", BLOCK, "only host changes"),
-        ("nobody", "host", BLOCK, "no such tenant: expected one of default"),
+        ("default", "host", 129 * BLOCK, (409, "conflict"), r"service\.host_limit"),
+        ("default", "host", 0, (409, "conflict"), "expected 4096"),
+        ("default", "host", -1, (409, "conflict"), "expected 4096"),
+        ("default", "nvme", BLOCK, (400, "invalid"), "only host changes"),
+        ("nobody", "host", BLOCK, (404, "unknown_tenant"), "no such tenant: expected one of default"),
     ],
 )
-def test_a_quota_that_cannot_be_is_refused(cache, tenant, tier, nbytes, message):
+def test_a_quota_that_cannot_be_is_refused(cache, tenant, tier, nbytes, code, message):
     with pytest.raises(ServiceError, match=message) as caught:
         cache.set_capacity(CHOSEN, tenant, tier, nbytes)
-    assert (caught.value.status, caught.value.code) == (400, "invalid")
+    assert (caught.value.status, caught.value.code) == code
     assert cache.stats(LOCAL).tenants[0].quotas["host"] == 64 * BLOCK
 
 

@@ -122,7 +122,7 @@ def test_a_tenant_sees_its_own_alone(tmp_path):
         for other in ("b", "nobody"):
             with pytest.raises(ServiceError, match=r"tenant: expected one of a$") as refused:
                 cache.history(reader, 60, other)
-            assert refused.value.status == 400
+            assert refused.value.status == 404
         admin = caller("b", EVERYTHING)
         assert cache.history(admin, 60).in_bytes[-1] == 5 * BLOCK
         assert cache.history(admin, 60, "a").in_bytes[-1] == 2 * BLOCK

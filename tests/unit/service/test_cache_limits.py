@@ -58,13 +58,13 @@ KEY, PARENT = chain(2)
         (one(key=b"short"), 400, "invalid"),
         (one(key=bytes(33)), 400, "invalid"),
         (one(parent=b"short", depth=1), 400, "invalid"),
-        (one(part=1), 400, "invalid"),
-        (one(part=-1), 400, "invalid"),
+        (one(part=1), 409, "wrong_layout"),
+        (one(part=-1), 409, "wrong_layout"),
         (one(depth=-2), 400, "invalid"),
         (one(depth=1 << 31, parent=PARENT), 400, "invalid"),
-        (one(depth=1), 400, "invalid"),
-        (one(depth=0, parent=PARENT), 400, "invalid"),
-        (one(depth=-1, parent=PARENT), 400, "invalid"),
+        (one(depth=1), 409, "conflict"),
+        (one(depth=0, parent=PARENT), 409, "conflict"),
+        (one(depth=-1, parent=PARENT), 409, "conflict"),
     ],
 )
 def test_a_block_that_cannot_be_is_refused_with_its_whole_batch(cache, block, status, code):
@@ -156,7 +156,7 @@ def test_namespaces_are_bounded_and_keep_what_they_are(cache):
     big = Layout(256, (LayerGroup(GroupKind.GQA, (0,), planes=2, kv_heads=1, head_dim=64),))
     with pytest.raises(ServiceError) as caught:
         cache.create_namespace(LOCAL, NamespaceSpec("big", big))
-    assert (caught.value.status, caught.value.code) == (413, "too_large")
+    assert (caught.value.status, caught.value.code) == (409, "wrong_layout")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".x", "a/b", "a b", "é", "x" * 129, "a\n", "..\0"])
@@ -212,11 +212,13 @@ def test_deadlines_are_no_longer_than_the_longest(cache):
     cache.read(LOCAL, "blocks", chain(1), owner=OWNER, deadline=time.monotonic() + 1e12).result(10).close()
 
 
-@pytest.mark.parametrize("parts", [[], [1], [0, 0], [-1]])
-def test_parts_that_are_none_are_refused(cache, parts):
+@pytest.mark.parametrize(
+    ("parts", "code"), [([], "invalid"), ([1], "unknown_block"), ([0, 0], "invalid"), ([-1], "unknown_block")]
+)
+def test_parts_that_are_none_are_refused(cache, parts, code):
     with pytest.raises(ServiceError) as caught:
         cache.read(LOCAL, "blocks", chain(1), owner=OWNER, parts=parts)
-    assert caught.value.code == "invalid"
+    assert caught.value.code == code
 
 
 def test_a_layout_is_read_back_as_it_was_written():

@@ -296,7 +296,7 @@ def test_token_ids_name_blocks_as_engines_do(parted):
     assert parted.match_tokens(LOCAL, "parted", [1, 2]) == ([], ())
     with pytest.raises(ServiceError) as caught:
         parted.match_tokens(LOCAL, "blocks", tokens)
-    assert code(caught) == (400, "invalid")
+    assert code(caught) == (409, "wrong_layout")
     with pytest.raises(ServiceError) as caught:
         parted.match_tokens(LOCAL, "parted", [-1] * 8)
     assert code(caught) == (400, "invalid")
@@ -352,9 +352,10 @@ def test_a_prefetch_brings_blocks_into_host(tiered):
     assert tiered.prefetched(LOCAL, info.id) == (info.id, "done", 6)
     assert tiered.match(LOCAL, "blocks", keys) == ("host",) * 6
     assert tiered.cancel(LOCAL, info.id).state == "done"
-    with pytest.raises(ServiceError) as caught:
-        tiered.prefetched(LOCAL, "0" * 16)
-    assert code(caught) == (404, "unknown_prefetch")
+    for one in (info.id, "0" * 16):
+        with pytest.raises(ServiceError) as caught:
+            tiered.prefetched(LOCAL, one)
+        assert code(caught) == (404, "unknown_prefetch")
 
 
 def test_hints_say_who_leaves_first(cache):

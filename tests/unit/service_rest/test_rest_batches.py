@@ -80,10 +80,10 @@ def test_match_by_tokens(rest):
     assert call(rest, "match", body).json() == {"blocks": 2, "tiers": ["host"] * 2, "keys": keys}
     # Another picture is another prefix.
     assert call(rest, "match", {"tokens": tokens}).json()["blocks"] == 1
-    assert error_of(call(rest, "match", body, "plain"))["code"] == "invalid"
+    assert error_of(call(rest, "match", body, "plain"))["code"] == "wrong_layout"
     other = {"name": "other-scheme", "layout": None, "scheme": "vllm.sha256_cbor"}
     assert rest.http.post("/v1/namespaces", json=other).json()["scheme"] != KEY_SCHEME
-    assert error_of(call(rest, "match", {"tokens": tokens}, "other-scheme"))["code"] == "invalid"
+    assert error_of(call(rest, "match", {"tokens": tokens}, "other-scheme"))["code"] == "wrong_layout"
 
 
 def test_delete_and_what_descends(rest):
@@ -118,7 +118,7 @@ def packed(head, body):
         ("get", {"keys": [1]}),
         ("get", {"keys": KEYS[0]}),
         ("get", {"keys": KEYS[:1], "parts": []}),
-        ("get", {"keys": KEYS[:1], "parts": [1]}),
+        ("get", {"keys": KEYS[:1], "parts": [0, 0]}),
         ("get", {"keys": KEYS[:1], "parts": [-1]}),
         ("get", {"keys": KEYS[:1], "each": 1}),
         ("get", {"keys": KEYS[:1], "timeout": 0}),
@@ -141,6 +141,11 @@ def packed(head, body):
 def test_malformed_bodies(rest, verb, body):
     refused = call(rest, verb, body)
     assert (refused.status_code, error_of(refused)["code"]) == (400, "invalid")
+
+
+def test_a_part_that_the_namespace_has_not(rest):
+    refused = call(rest, "get", {"keys": KEYS[:1], "parts": [1]})
+    assert (refused.status_code, error_of(refused)["code"]) == (404, "unknown_block")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"null", b"\xff", b"[" * 60_000, b'{"keys": NaN}'])
@@ -190,8 +195,8 @@ ONE = record_head(BlockHead(KEYS[0]), LAYOUT_BYTES) + BODY
         ("laid", STREAM_BEGIN + ONE[:-1], 400, "invalid"),
         ("laid", STREAM_BEGIN + ONE + STREAM_END + b"x", 400, "invalid"),
         ("laid", stream([({"key": KEYS[0]}, BODY), ({"key": KEYS[1]}, BODY + b"x")]), 409, "wrong_layout"),
-        ("laid", stream([({"key": KEYS[0]}, BODY), ({"key": KEYS[1], "part": 1}, BODY)]), 400, "invalid"),
-        ("laid", stream([({"key": KEYS[0]}, BODY), ({"key": KEYS[1], "depth": 1}, BODY)]), 400, "invalid"),
+        ("laid", stream([({"key": KEYS[0]}, BODY), ({"key": KEYS[1], "part": 1}, BODY)]), 409, "wrong_layout"),
+        ("laid", stream([({"key": KEYS[0]}, BODY), ({"key": KEYS[1], "depth": 1}, BODY)]), 409, "conflict"),
         ("laid", stream([({"key": KEYS[0]}, BODY), ({"key": KEYS[1], "digest": "0" * 32}, BODY)]), 422, "wrong_digest"),
         ("plain", stream([({"key": KEYS[0]}, BODY), ({"key": KEYS[1]}, bytes(300_000))]), 413, "too_large"),
         ("plain", stream([({"key": key}, bytes(200_000)) for key in KEYS[:3]]), 413, "too_large"),

@@ -95,8 +95,9 @@ def test_prefetches(rest):
     path = f"/v1/prefetches/{begun.json()['id']}"
     until(lambda: rest.http.get(path).json()["state"] == "done")
     assert rest.http.get(path).json()["blocks"] == 2
-    assert rest.http.delete(path).status_code == 200
-    assert error_of(rest.http.get("/v1/prefetches/none"))["code"] == "unknown_prefetch"
+    assert rest.http.delete(path).json()["state"] == "done"
+    for gone in (path, "/v1/prefetches/none"):
+        assert error_of(rest.http.get(gone))["code"] == "unknown_prefetch"
 
 
 def test_probes_and_unknown_paths(rest):
