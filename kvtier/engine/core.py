@@ -35,7 +35,10 @@ from kvtier.hooks import FinishReason, SchedulerHook, TransferResults, WorkerHoo
 
 __all__ = ["Engine", "pool_size"]
 
-_IDLE_SECONDS = 0.0002
+# Between two looks at transfers: a look costs as much processor time, of which those transfers may be in need. So the
+# next one is put off by a share of what was waited already, and never so long that anybody notices.
+_IDLE_SECONDS, _MOST_IDLE_SECONDS = 0.0002, 0.002
+_IDLE_SHARE = 1 / 16
 
 
 class Engine:
@@ -85,6 +88,7 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}  # by the ids that users know
         self._sequences: dict[str, LiveSequence] = {}  # by those that the scheduler knows
         self._numbers = count()
+        self._idle_since: float | None = None
 
     def follow(self, listener: PoolListener) -> None:
         """Have it told which names device blocks get and lose from now on."""
@@ -144,6 +148,7 @@ class Engine:
         size, limit = self.options.block_size, self.max_model_len
         request = Request(request_id, tokens, chosen, seed, block_size=size, limit=limit, hints=hints)
         self._scheduler.add(request)
+        self._idle_since = None
         live = self._live[request_id] = LiveRequest(request_id, self._beams(request))
         self._begin(live, self._sequence(request, live))
         live.unforked = [self._sequence(other, live, at) for at, other in enumerate(siblings(request), 1)]
@@ -312,13 +317,20 @@ class Engine:
         for request in plan.requests:
             if request.id not in self._sequences:
                 self._runner.forget(request.id)  # it ended while the step was under way
-        if not plan.requests:
-            time.sleep(_IDLE_SECONDS)
+        self._pause(plan)
         for request, _ in landed:
             sequence = self._sequences.get(request.id)
             if sequence is not None:
                 self._fork(sequence.owner)
         return [output for request, result in landed for output in self._advance(request, result)]
+
+    def _pause(self, plan: StepPlan) -> None:
+        """After a step that had nothing to compute; what has just begun is soon looked at again."""
+        now = time.perf_counter()
+        if plan.requests or plan.transfers.loads or self._idle_since is None:
+            self._idle_since = now
+        if not plan.requests:
+            time.sleep(min(max(_IDLE_SECONDS, _IDLE_SHARE * (now - self._idle_since)), _MOST_IDLE_SECONDS))
 
     def _fork(self, live: LiveRequest) -> None:
         """The prompt's KV is there: the sequences that wait for it share it from now on."""

@@ -56,6 +56,8 @@ class Runner:
         self._worker = worker
         self._handed: set[int] = set()  # this step's jobs that the worker was told of, and will report
         if worker is not None:
+            for memory in pool.memories:
+                memory.touch()
             worker.register_pool(*(memory.as_bytes() for memory in pool.memories))
 
     def begin(self, plan: StepPlan) -> None:

@@ -10,7 +10,6 @@ with a window and layers without one, in one model, have a tensor each.
 
 import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 from math import prod
 from typing import NamedTuple, Self
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import CapacityError, FormatMismatch
+from kvtier.gpu.anonymous import anonymous, touch
 from kvtier.gpu.mixed import MixedBlockPool
 from kvtier.gpu.pool import BlockPool
 from kvtier.gpu.table import BlockCopy
@@ -29,6 +29,8 @@ from kvtier.layout import LayerGroup, Layout
 __all__ = ["DevicePool", "GroupMemory", "MixedDevicePool", "PoolSize", "make_pool", "size_pool", "windowed_blocks"]
 
 _ORDER = "lphtd"
+# What is touched ahead: a fraction of a second's work. A large pool that is never full takes no more memory than that.
+_TOUCHED_BYTES = 512 << 20
 
 
 class GroupMemory:
@@ -56,7 +58,25 @@ class GroupMemory:
         self.group = group
         self.layout = Layout(block_size, (group,))
         shape = (num_blocks + _null_blocks(group), *group.block_shape(block_size))
-        self.tensor = _zeros(shape, getattr(torch, group.dtype), torch.device(device))
+        self._mapping: mmap.mmap | None = None
+        self.tensor = self._zeros(shape, getattr(torch, group.dtype), torch.device(device))
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        nbytes = prod(shape) * dtype.itemsize
+        try:
+            if device.type != "cpu":
+                return torch.zeros(shape, dtype=dtype, device=device)
+            self._mapping = anonymous(nbytes)
+        except (OSError, OverflowError, torch.OutOfMemoryError) as error:
+            raise CapacityError(
+                f"{nbytes} bytes for {shape[0]} blocks on {device}: {error}; make the device pool smaller"
+            ) from error
+        return torch.from_numpy(np.frombuffer(self._mapping, np.uint8)).view(dtype).view(shape)
+
+    def touch(self) -> None:
+        """Blocks are about to be loaded: of host memory the first pages are made in the background, not in the load."""
+        if self._mapping is not None:
+            touch(self._mapping, _TOUCHED_BYTES)
 
     @property
     def device(self) -> torch.device:
@@ -253,24 +273,3 @@ def _uniform_group(layout: Layout) -> LayerGroup:
             f"layout with {len(layout.groups)} layer groups: a device pool takes one; use a model with uniform layers"
         )
     return layout.groups[0]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    nbytes = prod(shape) * dtype.itemsize
-    try:
-        if device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
-        return torch.from_numpy(np.frombuffer(_anonymous(nbytes), np.uint8)).view(dtype).view(shape)
-    except (OSError, OverflowError, torch.OutOfMemoryError) as error:
-        raise CapacityError(
-            f"{nbytes} bytes for {shape[0]} blocks on {device}: {error}; make the device pool smaller"
-        ) from error
-
-
-def _anonymous(nbytes: int) -> mmap.mmap:
-    # The kernel zeroes pages as they are first touched, so a large pool costs nothing at start. Zeros, because
-    # whatever is left in memory, read as floats, may be NaN, which no attention mask takes away.
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory

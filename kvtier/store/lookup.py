@@ -9,6 +9,8 @@ from kvtier.tiers import Status, Tier
 __all__ = ["leading_run", "present"]
 
 _WIDE = 64
+# So few are asked for all at once where that costs a round trip: `acquire` need not ask for them again.
+_FEW = 16
 
 
 def leading_run(count: int, held: Callable[[Sequence[int]], Sequence[bool]], *, wide: bool = False) -> int:
@@ -24,7 +26,7 @@ def leading_run(count: int, held: Callable[[Sequence[int]], Sequence[bool]], *, 
     """
     if count <= 0:
         return 0
-    probes: Sequence[int] = _gallop(count)
+    probes: Sequence[int] = range(count) if wide and count <= _FEW else _gallop(count)
     found = held(probes)
     misses = [at for at, here in zip(probes, found, strict=True) if not here]
     if not misses:

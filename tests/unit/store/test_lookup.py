@@ -40,5 +40,5 @@ def test_a_wide_one_asks_few_times_and_never_for_many(length: int, held: int) ->
         return index(blocks)
 
     assert leading_run(length, counted, wide=True) == min(length, held)
-    assert len(batches) <= (2 if length <= 128 else 3)
+    assert len(batches) <= (1 if length <= 16 else 2 if length <= 128 else 3)
     assert max(batches, default=0) <= 64
