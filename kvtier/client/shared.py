@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
+import numpy as np
 
 from kvtier.attach import AttachedRegion, recv_regions
 from kvtier.client.errors import DeadlineExceeded, ProtocolError, Refused
@@ -361,9 +362,9 @@ def _offsets(slot: int, views: Sequence[memoryview]) -> list[int]:
 
 
 def _copied(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
-    """Copy each, without the GIL and past the caches: that is faster than memcpy, though nobody needs the checksums."""
-    sizes = [source.nbytes for source in sources]
-    copy_checksums([bytes(HEAD_BYTES)] * len(sizes), list(sources), list(targets), sizes)
+    """Copy each; without the GIL, which slices of memoryviews would keep."""
+    for source, target in zip(sources, targets, strict=True):
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _verified(answer: wire.Leased, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> bool:
