@@ -13,27 +13,13 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["HUGE", "PageCollapser", "advise", "aligned_mapping"]
+from kvtier.attach import HUGE
 
-HUGE = 2 << 20
+__all__ = ["PageCollapser", "advise"]
 
 _MADV_COLLAPSE = 25  # linux/mman.h
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-def aligned_mapping(fd: int, nbytes: int) -> mmap.mmap:
-    """Map a file shared, from a 2 MiB boundary on if the kernel lets itself be led there.
-
-    The kernel puts a mapping right below the one before: a spacer of the right size moves it.
-    """
-    mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
-    misfit = np.frombuffer(mapping, np.uint8).ctypes.data % HUGE
-    if not misfit or nbytes < HUGE:
-        return mapping
-    mapping.close()
-    with mmap.mmap(-1, misfit):
-        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
 
 
 def advise(mapping: mmap.mmap, switch: str) -> bool:

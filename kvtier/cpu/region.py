@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.cpu.hugepages import PageCollapser, advise, aligned_mapping
+from kvtier.attach import aligned_mapping
+from kvtier.cpu.hugepages import PageCollapser, advise
 from kvtier.errors import CapacityError, TierUnavailable
 from kvtier.layout import Span
 from kvtier.tiers import RegionShare

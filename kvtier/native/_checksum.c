@@ -30,7 +30,7 @@
 #define STREAMS 0
 #endif
 
-enum { STRIPE = 64, SECRET = 192, LANES = 8, BLOCK = (SECRET - STRIPE) / 8 * STRIPE, STREAM_FROM = 64 << 10 };
+enum { STRIPE = 64, LINE = 64, SECRET = 192, LANES = 8, BLOCK = (SECRET - STRIPE) / 8 * STRIPE, STREAM_FROM = 64 << 10 };
 
 static const uint8_t secret[SECRET] = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
@@ -89,7 +89,8 @@ static uint64_t merge(const uint64_t *acc, const uint8_t *key, uint64_t start) {
 /* One 1 KiB block: both accumulators stay in registers; the copy leaves by non-temporal stores right after the hash
  * has brought the bytes into L1. */
 __attribute__((target("avx2"))) static void add_blocks_avx2(uint64_t *acc, const uint8_t *restrict data,
-                                                            uint8_t *restrict to, size_t blocks, int streamed) {
+                                                            uint8_t *restrict to, size_t blocks, int streamed,
+                                                            size_t lag) {
     const __m256i prime = _mm256_set1_epi32((int)P32_1);
     __m256i sums[2] = {_mm256_loadu_si256((const __m256i *)acc), _mm256_loadu_si256((const __m256i *)acc + 1)};
     for (size_t block = 0; block < blocks; block++, data += BLOCK) {
@@ -116,9 +117,9 @@ __attribute__((target("avx2"))) static void add_blocks_avx2(uint64_t *acc, const
             continue;
         if (streamed)
             for (int at = 0; at < BLOCK / 32; at++)
-                _mm256_stream_si256((__m256i *)to + at, _mm256_loadu_si256((const __m256i *)data + at));
+                _mm256_stream_si256((__m256i *)to + at, _mm256_loadu_si256((const __m256i *)(data - lag) + at));
         else
-            memcpy(to, data, BLOCK);
+            memcpy(to, data - lag, BLOCK);
         to += BLOCK;
     }
     _mm256_storeu_si256((__m256i *)acc, sums[0]);
@@ -126,12 +127,13 @@ __attribute__((target("avx2"))) static void add_blocks_avx2(uint64_t *acc, const
 }
 #endif
 
-/* Adds whole 1 KiB blocks of the stream (head and data), copying them unless `to` is NULL. `streamed`: past the
- * caches, for targets on a 32-byte boundary. */
-static void add_blocks(uint64_t *acc, const uint8_t *restrict data, uint8_t *restrict to, size_t blocks, int streamed) {
+/* Adds whole 1 KiB blocks of the stream (head and data). Unless `to` is NULL as many bytes are copied there, from `lag`
+ * bytes before `data` on. `streamed`: past the caches, for targets on a 32-byte boundary. */
+static void add_blocks(uint64_t *acc, const uint8_t *restrict data, uint8_t *restrict to, size_t blocks, int streamed,
+                       size_t lag) {
 #if STREAMS
     if (__builtin_cpu_supports("avx2")) {
-        add_blocks_avx2(acc, data, to, blocks, streamed);
+        add_blocks_avx2(acc, data, to, blocks, streamed, lag);
         return;
     }
 #endif
@@ -141,7 +143,7 @@ static void add_blocks(uint64_t *acc, const uint8_t *restrict data, uint8_t *res
             accumulate(acc, data + stripe * STRIPE, secret + 8 * stripe);
         scramble(acc);
         if (to != NULL) {
-            memcpy(to, data, BLOCK);
+            memcpy(to, data - lag, BLOCK);
             to += BLOCK;
         }
     }
@@ -153,20 +155,21 @@ static void checksum(const uint8_t head[STRIPE], const uint8_t *data, uint8_t *t
     const size_t total = STRIPE + count, blocks = (total - 1) / BLOCK;
     const size_t prefix = blocks ? BLOCK - STRIPE : count;
     const int streamed = STREAMS && to != NULL && count >= STREAM_FROM;
+    /* Streams begin where a line of the target does: the copy trails the hash by these bytes. */
+    const size_t lag = streamed ? (uintptr_t)(to + prefix) % LINE : 0;
 
     memcpy(first, head, STRIPE);
     memcpy(first + STRIPE, data, prefix);
     if (to != NULL)
         memcpy(to, data, prefix);
     if (blocks) {
-        add_blocks(acc, first, NULL, 1, 0);
-        const size_t aligned = streamed && ((uintptr_t)(to + prefix) & 31) == 0;
-        add_blocks(acc, data + prefix, to == NULL ? NULL : to + prefix, blocks - 1, (int)aligned);
+        add_blocks(acc, first, NULL, 1, 0, 0);
+        add_blocks(acc, data + prefix, to == NULL ? NULL : to + prefix - lag, blocks - 1, streamed, lag);
     }
     const size_t done = blocks * BLOCK;                 /* bytes of head and data */
     const uint8_t *rest = blocks ? data + done - STRIPE : first;
     if (blocks && to != NULL)
-        memcpy(to + done - STRIPE, rest, total - done);
+        memcpy(to + done - STRIPE - lag, rest - lag, total - done + lag);
     for (size_t stripe = 0; stripe < (total - 1 - done) / STRIPE; stripe++)
         accumulate(acc, rest + stripe * STRIPE, secret + 8 * stripe);
     memcpy(last, blocks || count >= STRIPE ? data + count - STRIPE : first + total - STRIPE, STRIPE);

@@ -6,6 +6,7 @@ SIGHUP            read the file of tokens again
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -68,6 +69,7 @@ def _serve(cache: Cache, tokens: Tokens, settings: ServiceSettings, taken: socke
         settings = settings.model_copy(update={"data_port": data.address[1]})
     try:
         server = CacheServer(cache, tokens, settings, data)
+        _keep_what_is_here()
         server.run(sockets=[taken])
         if server.force_exit:
             _log.warning("stopped at once", extra={"left": server.left})
@@ -77,6 +79,14 @@ def _serve(cache: Cache, tokens: Tokens, settings: ServiceSettings, taken: socke
         return 0 if _flushed(cache) and not server.left else 1
     finally:
         data.close()
+
+
+def _keep_what_is_here() -> None:
+    """Modules and what they made are here for good: to look through them again, every few hundred blocks, would hold up
+    every call for tens of milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _flushed(cache: Cache) -> bool:

@@ -17,6 +17,8 @@ __all__ = ["Port", "Session"]
 _TRUST_SECONDS = 1.0
 # What a lease of a few bytes takes, beside them.
 _MOST_LEASES = 4096
+# How often a staging region is filled before its pages are made huge, which may take as long as filling it ten times.
+_FILLED = 16
 _RETRY_SECONDS = 1.0
 
 
@@ -52,6 +54,7 @@ class Session:
         # Bytes of a block of each namespace that was read lately: how much to read at a time where no layout says it.
         self.typical: dict[str, int] = {}
         self.staging: MemoryRegion | None = None
+        self._staged = 0
         self._secret = secret
         self._caller = port.tokens.caller(secret or None)
         self._trusted_until = time.monotonic() + _TRUST_SECONDS
@@ -158,6 +161,13 @@ class Session:
         self.staging = MemoryRegion(size, name="staging", writable=True)
         self._held.callback(self.staging.close)
         return self.staging
+
+    def staged(self, offset: int, nbytes: int) -> None:
+        """A range of the staging region was filled; one that is filled again and again is worth huge pages."""
+        if self.staging is not None:
+            self._staged += nbytes
+            if self._staged > _FILLED * self.staging.nbytes:
+                self.staging.expect(offset, nbytes)
 
     def close(self, log: Callable[[str], object]) -> None:
         """Let go of everything that the connection held."""

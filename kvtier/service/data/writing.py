@@ -157,6 +157,9 @@ def answer_stage(exchange: Exchange, session: Session, head: memoryview) -> None
         if not 0 <= offset <= staging.nbytes - item.nbytes:
             raise ServiceError("invalid", f"{item.nbytes} bytes at {offset}: the region has {staging.nbytes}")
         views.append(staging.view(offset, item.nbytes))
+    if views:
+        start = min(asked.offsets)
+        session.staged(start, max(asked.offsets) - start + max(asked.sizes))
     try:
         puts.put(puts.items, views, ExitStack())
         answer = puts.finish()

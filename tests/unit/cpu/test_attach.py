@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.attach import HUGE
 from kvtier.cpu import AttachedRegion, HostTier, StagingRegion, recv_regions, send_regions
 from kvtier.errors import CapacityError, LeaseError, TierUnavailable
 from kvtier.layout import Span
@@ -104,6 +105,13 @@ def test_a_peer_that_talks_nonsense_is_refused(message: bytes) -> None:
         theirs.close()
         with pytest.raises(TierUnavailable, match="peer"):
             recv_regions(ours)
+
+
+def test_a_large_region_is_mapped_from_the_boundary_of_a_huge_page() -> None:
+    staging = StagingRegion(HUGE + 4096, 1)
+    share = staging.regions()[0]
+    attached = AttachedRegion(share.fd, share.nbytes, writable=True)
+    assert np.frombuffer(attached.view(Span(0, 0, HUGE)), np.uint8).ctypes.data % HUGE == 0
 
 
 def test_staging_slots_are_given_once_and_freed_once() -> None:

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from data_world import BLOCK, NOTHING, PLAIN, World, blocks, chain, content, world
 
+from kvtier.attach import HUGE
 from kvtier.client.errors import Busy, Conflict, Forbidden, Interrupted, Refused
 from kvtier.client.results import Block, PutOutcome
+from kvtier.cpu.region import MemoryRegion
 from kvtier.layout import Span
 from kvtier.service.cache import Scope
 from kvtier.wire import Opcode
@@ -195,6 +197,28 @@ def test_threads_share_the_staging_region(service: World) -> None:
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(work, [f"t{at}" for at in range(6)]))
     assert service.settled() == NOTHING
+
+
+def test_staging_that_is_filled_again_and_again_gets_huge_pages(
+    service: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: list[tuple[int, int]] = []
+    expect = MemoryRegion.expect
+
+    def told(region: MemoryRegion, offset: int, nbytes: int) -> None:
+        if region.writable:
+            wanted.append((offset, nbytes))
+        expect(region, offset, nbytes)
+
+    monkeypatch.setattr(MemoryRegion, "expect", told)
+    monkeypatch.setattr("kvtier.service.data.session._FILLED", 1)
+    with service.client("shared", staging=4 * HUGE) as client:
+        client.create_namespace("filled", None)
+        for turn, key in enumerate(chain(12, "filled")):
+            assert client.put_many("filled", blocks([key], HUGE)) == [PutOutcome.STORED]
+            assert bytes(client.get_many("filled", [key])[0].data) == content(key, HUGE)
+            assert len(wanted) == max(0, turn - 3)
+    assert set(wanted) == {(slot * HUGE, HUGE) for slot in range(4)}
 
 
 def test_a_block_larger_than_a_slot_goes_over_the_socket(service: World) -> None:
