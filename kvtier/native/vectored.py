@@ -44,7 +44,12 @@ class Landing(NamedTuple):
 
 class _Compiled(Protocol):
     def move_checked(
-        self, runs: tuple[FileRun | BlockRun, ...], writes: bool, blocks: tuple[Landing, ...], seconds: float, /  # noqa: FBT001
+        self,
+        runs: tuple[FileRun | BlockRun, ...],
+        writes: bool,
+        blocks: tuple[Landing, ...],
+        seconds: float,
+        /,
     ) -> tuple[list[int], list[bytes]]: ...
 
     def addresses(self, buffers: list[Bytes], /) -> list[int]: ...
@@ -98,7 +103,7 @@ def read_checksums(
         What `move` returns; and for each block its checksum, 16 bytes, or none if a run that it lies in failed.
     """
     if _compiled is not None and all(block.nbytes >= SHORTEST for block in blocks):
-        return _compiled.move_checked(tuple(runs), False, tuple(blocks), _seconds(deadline))  # noqa: FBT003
+        return _compiled.move_checked(tuple(runs), False, tuple(blocks), _seconds(deadline))
     results = move([run[:3] for run in runs], writes=False, deadline=deadline)
     touched = {number for run in runs for number in run[3]}
     whole = sorted(touched.difference(*(run[3] for run, result in zip(runs, results, strict=True) if result)))

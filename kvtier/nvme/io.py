@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ __all__ = ["BlockIO", "Transfer", "transfers"]
 _RUN_PAGES = 256
 _BOUNCE_PAGES = 1024
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
-_SHARE_BYTES = 1 << 20
+_SHARE_BYTES = 4 << 20
 _NOTHING = memoryview(b"")
 
 
@@ -85,70 +86,69 @@ class BlockIO:
     ) -> list[bytes | OSError]:
         """Fill the items' buffers.
 
+        Args:
+            items: what to read.
+            heads: what the checksum of each is bound to, 64 bytes.
+            deadline: absolute; what did not begin to move by then is `Late`.
+
         Returns:
             For each item its checksum (see `kvtier.native.checksum`), or what was wrong: `SegmentLost`, `Late`, or what
             the device said.
         """
-        return [result for window in self._windows(items) for result in self._read(items[window], heads[window], deadline)]
+        direct = [self._direct_bytes(item) for item in items]
+        found: list[bytes | OSError] = []
+        for window in _windows(items, direct):
+            found += self._read(items[window], direct[window], heads[window], deadline)
+        return found
 
     def write(self, items: Sequence[Transfer], deadline: float | None = None) -> list[OSError | None]:
-        """Write the items' buffers, zeros behind them up to whole pages; what was wrong with each."""
-        return [error for window in self._windows(items) for error in self._write(items[window], deadline)]
+        """Write the items' buffers, zeros behind them up to whole pages; returns what was wrong with each."""
+        direct = [self._direct_bytes(item) for item in items]
+        errors: list[OSError | None] = []
+        for window in _windows(items, direct):
+            errors += self._write(items[window], direct[window], deadline)
+        return errors
 
-    def _windows(self, items: Sequence[Transfer]) -> Iterator[slice]:
-        """Consecutive items that move together: as many as one bounce buffer is enough for."""
-        start = pages = 0
-        for at, item in enumerate(items):
-            count = pages_for(item.nbytes) - self._direct_bytes(item) // PAGE
-            if at > start and pages + count > _BOUNCE_PAGES:
-                yield slice(start, at)
-                start, pages = at, 0
-            pages += count
-        if items:
-            yield slice(start, len(items))
-
-    def _read(self, items: Sequence[Transfer], heads: Sequence[bytes], deadline: float | None) -> list[bytes | OSError]:
-        bounced, pieces = self._lay_out(items)
+    def _read(
+        self, items: Sequence[Transfer], direct: Sequence[int], heads: Sequence[bytes], deadline: float | None
+    ) -> list[bytes | OSError]:
+        bounced, pieces = self._lay_out(items, direct)
         blocks = [Landing(head, item.data, item.nbytes) for head, item in zip(heads, items, strict=True)]
-        for number, start, bounce in bounced:
-            blocks[number] = blocks[number]._replace(start=start, tail=bounce)
+        for number, bounce in bounced:
+            blocks[number] = blocks[number]._replace(start=direct[number], tail=bounce)
         runs = list(self._runs(pieces))
         failed, checksums = self._segments.read(runs, blocks, deadline)
         return [error or checksum for error, checksum in zip(_errors(items, runs, failed), checksums, strict=True)]
 
-    def _write(self, items: Sequence[Transfer], deadline: float | None) -> list[OSError | None]:
-        bounced, pieces = self._lay_out(items)
-        for number, start, bounce in bounced:
-            item = items[number]
-            count = item.nbytes - start
-            _copy(bounce[:count], item.data[start:])
-            bounce[count:] = bytes(bounce.nbytes - count)
+    def _write(self, items: Sequence[Transfer], direct: Sequence[int], deadline: float | None) -> list[OSError | None]:
+        bounced, pieces = self._lay_out(items, direct)
+        for number, bounce in bounced:
+            item, start = items[number], direct[number]
+            _copy(bounce[: item.nbytes - start], item.data[start:])
+            bounce[item.nbytes - start :] = bytes(bounce.nbytes - item.nbytes + start)
         runs = list(self._runs(pieces))
         return _errors(items, runs, self._segments.write(runs, deadline))
 
-    def _lay_out(self, items: Sequence[Transfer]) -> tuple[list[tuple[int, int, memoryview]], list[_Piece]]:
-        """From which byte on which items go through which bounce buffer, and what goes where."""
+    def _lay_out(
+        self, items: Sequence[Transfer], direct: Sequence[int]
+    ) -> tuple[list[tuple[int, memoryview]], list[_Piece]]:
+        """Which items go, from their direct bytes on, through which bounce buffer, and what goes where."""
         pieces: list[_Piece] = []
-        indirect: list[tuple[int, Transfer, int]] = []
-        needed = 0
-        for number, item in enumerate(items):
-            start, pages = self._direct_bytes(item), pages_for(item.nbytes)
-            extra = pages * PAGE - start
-            if not extra and self._in_one_piece(item, pages):
+        indirect: list[int] = []
+        for number, (item, start) in enumerate(zip(items, direct, strict=True)):
+            pages = pages_for(item.nbytes)
+            if start == pages * PAGE and self._in_one_piece(item, pages):
                 pieces.append(_Piece(item.extents[0].page, pages, number, item.data[:start]))
             else:
-                indirect.append((number, item, start))
-                needed += extra
-        memory = self._bounce(needed) if needed else _NOTHING
-        bounced: list[tuple[int, int, memoryview]] = []
-        at = 0
-        for number, item, start in indirect:
-            extra = pages_for(item.nbytes) * PAGE - start
-            bounce = memory[at : at + extra]
-            at += extra
-            if extra:
-                bounced.append((number, start, bounce))
-            pieces += self._pieces(number, item, start, bounce)
+                indirect.append(number)
+        extra = [pages_for(items[number].nbytes) * PAGE - direct[number] for number in indirect]
+        memory = self._bounce(sum(extra)) if any(extra) else _NOTHING
+        bounced: list[tuple[int, memoryview]] = []
+        for number, end, count in zip(indirect, accumulate(extra), extra, strict=True):
+            bounce = memory[end - count : end]
+            if count:
+                bounced.append((number, bounce))
+            pieces += self._pieces(number, items[number], direct[number], bounce)
         return bounced, pieces
 
     def _in_one_piece(self, item: Transfer, pages: int) -> bool:
@@ -200,6 +200,19 @@ class BlockIO:
     def close(self) -> None:
         """Finish what was submitted and end the workers."""
         self._pool.shutdown()
+
+
+def _windows(items: Sequence[Transfer], direct: Sequence[int]) -> Iterator[slice]:
+    """Consecutive items that move together: as many as one bounce buffer is enough for."""
+    start = pages = 0
+    for at, item in enumerate(items):
+        count = pages_for(item.nbytes) - direct[at] // PAGE
+        if at > start and pages + count > _BOUNCE_PAGES:
+            yield slice(start, at)
+            start, pages = at, 0
+        pages += count
+    if items:
+        yield slice(start, len(items))
 
 
 def _errors(

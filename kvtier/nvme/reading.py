@@ -107,9 +107,7 @@ class Reader:
 
         def move(share: list[int]) -> list[Status]:
             some = [handles[at] for at in share]
-            return self._verified(
-                some, self._blocks.read([moving[at] for at in share], checksum_heads(some), deadline)
-            )
+            return self._verified(some, self._blocks.read([moving[at] for at in share], checksum_heads(some), deadline))
 
         def done(statuses: list[Status]) -> None:
             try:

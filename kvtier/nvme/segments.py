@@ -165,7 +165,9 @@ class Segments:
         errors: list[OSError | None] = [None] * len(runs)
         moving = self._in_open_files(runs, errors, make=True)
         with self._lock:
-            self._dirty.update(run[0] // self.pages_per_file for run, error in zip(runs, errors, strict=True) if not error)
+            self._dirty.update(
+                run[0] // self.pages_per_file for run, error in zip(runs, errors, strict=True) if not error
+            )
         self._note(runs, errors, move([run[:3] for run in moving], writes=True, deadline=deadline))
         return errors
 

@@ -178,9 +178,7 @@ def test_what_began_in_time_is_read(segments: Segments, monkeypatch: pytest.Monk
     assert [type(one) for one in found] == [bytes, Late, Late, Late]
 
 
-def test_a_share_that_needs_much_bounce_memory_moves_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_that_needs_much_bounce_memory_moves_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     segments = Segments(tmp_path, 4096, direct=takes_direct_io(tmp_path))
     segments.allocate(Extent(0, 4096))
     blocks = BlockIO(segments, 1, "t")
@@ -192,7 +190,9 @@ def test_a_share_that_needs_much_bounce_memory_moves_in_parts(
         source[:] = at + 1
     items = [_transfer((Extent(400 * at, 301),), 300 * PAGE + 5, source) for at, source in enumerate(sources)]
     assert blocks.write(items) == [None] * 8
-    copies = [item._replace(data=copy.data, address=copy.ctypes.data) for item in items for copy in [_buffer(item.nbytes, 16)]]
+    copies = [
+        item._replace(data=copy.data, address=copy.ctypes.data) for item in items for copy in [_buffer(item.nbytes, 16)]
+    ]
     assert _read(blocks, copies) == [None] * 8
     assert all(bytes(copy.data) == bytes(item.data) for copy, item in zip(copies, items, strict=True))
     assert max(largest) <= 4 << 20 if segments.direct else max(largest) <= 8 * PAGE
