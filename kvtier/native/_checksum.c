@@ -88,7 +88,8 @@ static uint64_t merge(const uint64_t *acc, const uint8_t *key, uint64_t start) {
 
 #if STREAMS
 /* One 1 KiB block: both accumulators stay in registers; the copy leaves by non-temporal stores right after the hash
- * has brought the bytes into L1. */
+ * has brought the bytes into L1. What the hardware fetches ahead ends with each page, so that memory would be waited
+ * for at every 4 KiB: the next page is asked into L2 in time. */
 __attribute__((target("avx2"))) static void add_blocks_avx2(uint64_t *acc, const uint8_t *restrict data,
                                                             uint8_t *restrict to, size_t blocks, int streamed) {
     const __m256i prime = _mm256_set1_epi32((int)P32_1);
@@ -98,6 +99,7 @@ __attribute__((target("avx2"))) static void add_blocks_avx2(uint64_t *acc, const
             const __m256i *in = (const __m256i *)(data + stripe * STRIPE);
             const __m256i *key = (const __m256i *)(secret + 8 * stripe);
             _mm_prefetch((const char *)in + 512, _MM_HINT_T0);
+            _mm_prefetch((const char *)in + 4096, _MM_HINT_T1);
             for (int half = 0; half < 2; half++) {
                 __m256i value = _mm256_loadu_si256(in + half);
                 __m256i mixed = _mm256_xor_si256(value, _mm256_loadu_si256(key + half));

@@ -4,7 +4,7 @@
  * way, so that the device need not wait for the CPU.
  */
 
-enum { ENDED = -1, LATE = -2, DEPTH = 64, FLYING = 2 << 20 };
+enum { ENDED = -1, LATE = -2, DEPTH = 64, FLYING = 4 << 20 };
 
 typedef struct {
     const char *head;

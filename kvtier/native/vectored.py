@@ -30,7 +30,7 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
 class Landing(NamedTuple):
-    """A block that is read: `nbytes` bytes of `data`, of which those from `start` on come in by `tail`, if that is given.
+    """A block that is read: `nbytes` bytes of `data`, of which those from `start` on come in by `tail`, if it is given.
 
     `head`: what its checksum is bound to (see `copy_checksums`).
     """
@@ -46,7 +46,7 @@ class _Compiled(Protocol):
     def move_checked(
         self,
         runs: tuple[FileRun | BlockRun, ...],
-        writes: bool,
+        writes: bool,  # noqa: FBT001
         blocks: tuple[Landing, ...],
         seconds: float,
         /,

@@ -25,8 +25,11 @@ PageRun: TypeAlias = tuple[int, list[Bytes], list[int]]
 
 
 def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
-    """Page-aligned memory, uint8 [nbytes], all zero."""
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    """Page-aligned memory, uint8 [nbytes], all zero; in huge pages, if there are any: the device fills them faster."""
+    memory = mmap.mmap(-1, nbytes)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def takes_direct_io(directory: Path) -> bool:
