@@ -160,21 +160,12 @@ def test_what_is_late_does_not_move(segments: Segments, tmp_path: Path, offset: 
 
 
 def test_what_began_in_time_is_read(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
-    preadv = os.preadv
-    deadline = time.monotonic() + 60
-
-    def slow(fd: int, buffers: list[memoryview], offset: int) -> int:
-        nonlocal now
-        now = deadline + offset
-        return preadv(fd, buffers, offset)
-
-    now = 0.0
     items = [_transfer((Extent(8 * at, 1),), PAGE, _buffer(PAGE, 0)) for at in range(3)]
     two = _transfer((Extent(4, 1), Extent(30, 1)), 2 * PAGE, _buffer(2 * PAGE, 0))
+    left = iter([2.0, 1.0])
     monkeypatch.setattr("kvtier.native.vectored._compiled", None)
-    monkeypatch.setattr(os, "preadv", slow)
-    monkeypatch.setattr("kvtier.native.vectored.time.monotonic", lambda: now)
-    found = BlockIO(segments, 1, "t").read([*items, two], _heads([*items, two]), deadline)
+    monkeypatch.setattr("kvtier.native.vectored._seconds", lambda _: next(left, 0.0))
+    found = BlockIO(segments, 1, "t").read([*items, two], _heads([*items, two]), time.monotonic() + 60)
     assert [type(one) for one in found] == [bytes, Late, Late, Late]
 
 
