@@ -1,7 +1,7 @@
 """The NVMe tier beside fio on the same file in the same rounds, and its index at up to ten million blocks.
 
 `nvme.put`, `nvme.get`: fio with libaio and direct=1, as many requests in flight as the tier has workers; puts end
-with a flush, fio's writes with an fsync. Of scattered blocks a worker has those of one window, up to 4 MiB, in flight.
+with a flush, fio's writes with an fsync. A worker has up to 4 MiB in flight.
 `nvme.put.full`: a put into a full tier against one into an empty one.
 `index.*`: entries go through `reserve` and `commit`, without bytes and segment files.
 """
@@ -68,6 +68,12 @@ def _place(report: Report) -> Iterator[Path]:
 # ---- bytes
 
 
+def _buffers(size: int) -> list[memoryview]:
+    """A batch's blocks, side by side in huge pages, as the host tier above has them."""
+    memory = aligned_buffer(_BATCH * size).data
+    return [memory[start : start + size] for start in range(0, len(memory), size)]
+
+
 class _Load:
     """A tier of one segment file, filled with chains of blocks of one size."""
 
@@ -82,7 +88,7 @@ class _Load:
         self.chains = [chain_refs(_BATCH, seed=seed) for seed in range(nbytes // (_BATCH * size))]
         # One batch more than workers, so that these do not wait for look-ups and commits.
         self._flying = workers + 1
-        self._buffers = [[aligned_buffer(size).data for _ in range(_BATCH)] for _ in range(self._flying)]
+        self._buffers = [_buffers(size) for _ in range(self._flying)]
         for row in self._buffers:
             for at, buffer in enumerate(row):
                 np.frombuffer(buffer, np.uint8)[:] = at + 1
@@ -185,7 +191,7 @@ def _full(report: Report, place: Path, *, quick: bool) -> None:
     """How much longer a put takes where every block evicts another one."""
     size, batches = 256 * _KIB, 24 if quick else 128
     tier = NvmeTier(place / "full", batches * _BATCH * size, NvmeOptions(min_free_bytes=0))
-    buffers = [aligned_buffer(size).data for _ in range(_BATCH)]
+    buffers = _buffers(size)
 
     def put(seed: int) -> Cost:
         refs = chain_refs(_BATCH, seed=seed)

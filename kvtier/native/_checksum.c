@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #if defined(__linux__)
@@ -87,7 +88,8 @@ static uint64_t merge(const uint64_t *acc, const uint8_t *key, uint64_t start) {
 
 #if STREAMS
 /* One 1 KiB block: both accumulators stay in registers; the copy leaves by non-temporal stores right after the hash
- * has brought the bytes into L1. */
+ * has brought the bytes into L1. What the hardware fetches ahead ends with each page, so that memory would be waited
+ * for at every 4 KiB: the next page is asked into L2 in time. */
 __attribute__((target("avx2"))) static void add_blocks_avx2(uint64_t *acc, const uint8_t *restrict data,
                                                             uint8_t *restrict to, size_t blocks, int streamed,
                                                             size_t lag) {
@@ -98,6 +100,7 @@ __attribute__((target("avx2"))) static void add_blocks_avx2(uint64_t *acc, const
             const __m256i *in = (const __m256i *)(data + stripe * STRIPE);
             const __m256i *key = (const __m256i *)(secret + 8 * stripe);
             _mm_prefetch((const char *)in + 512, _MM_HINT_T0);
+            _mm_prefetch((const char *)in + 4096, _MM_HINT_T1);
             for (int half = 0; half < 2; half++) {
                 __m256i value = _mm256_loadu_si256(in + half);
                 __m256i mixed = _mm256_xor_si256(value, _mm256_loadu_si256(key + half));
@@ -265,183 +268,139 @@ static PyObject *copy_checksums(PyObject *self, PyObject *args) {
 
 /* ---- vectored reads and writes of files */
 
-enum { ENDED = -1, DEPTH = 64 };
+#include "_vectored.h"
 
-typedef struct {
-    int fd, result; /* 0, an errno, or ENDED: the file ends before */
-    off_t offset;
-    Py_ssize_t count;
-    struct iovec *parts;
-} Run;
-
-/* Leave out what is done. */
-static void advance(Run *run, size_t done) {
-    run->offset += (off_t)done;
-    for (; run->count && done >= run->parts->iov_len; run->count--, run->parts++)
-        done -= run->parts->iov_len;
-    if (done) {
-        run->parts->iov_base = (char *)run->parts->iov_base + done;
-        run->parts->iov_len -= done;
-    }
-}
-
-static int shorter(const Run *run, long most) { return (int)(run->count < most ? run->count : most); }
-
-/* Do what is left of a run. */
-static int transfer(Run *run, int writes, long most) {
-    while (run->count) {
-        ssize_t done = writes ? pwritev(run->fd, run->parts, shorter(run, most), run->offset)
-                              : preadv(run->fd, run->parts, shorter(run, most), run->offset);
-        if (done < 0 && errno == EINTR)
-            continue;
-        if (done <= 0)
-            return done < 0 ? errno : writes ? EIO : ENDED;
-        advance(run, (size_t)done);
-    }
-    return 0;
-}
-
-#if defined(__linux__) && defined(SYS_io_setup)
-/* Several runs are given to the kernel together: the thread sleeps once for all of them, not once for each. */
-static pthread_key_t queues;
-
-static void end_queue(void *queue) { syscall(SYS_io_destroy, (aio_context_t)(uintptr_t)queue); }
-
-static aio_context_t queue(void) {
-    aio_context_t found = (aio_context_t)(uintptr_t)pthread_getspecific(queues);
-    if (!found && syscall(SYS_io_setup, DEPTH, &found) == 0 && pthread_setspecific(queues, (void *)(uintptr_t)found)) {
-        end_queue((void *)(uintptr_t)found);
-        found = 0;
-    }
-    return found;
-}
-
-static void reap(aio_context_t from, Run *runs, int count, int writes, long most) {
-    struct io_event events[DEPTH];
-    while (count) {
-        const int done = (int)syscall(SYS_io_getevents, from, 1, count, events, NULL);
-        if (done < 0 && errno != EINTR)
-            return; /* only for a queue that is none, and then nothing was taken */
-        for (int at = 0; at < done; at++) {
-            Run *run = &runs[events[at].data];
-            if (events[at].res > 0)
-                advance(run, (size_t)events[at].res);
-            run->result = events[at].res < 0 ? (int)-events[at].res : transfer(run, writes, most);
-        }
-        count -= done > 0 ? done : 0;
-    }
-}
-
-static void move_together(aio_context_t to, Run *runs, int count, int writes, long most) {
-    struct iocb blocks[DEPTH], *list[DEPTH];
-    int flying = 0;
-    for (int at = 0; at < count; at++) {
-        blocks[at] = (struct iocb){.aio_data = (uint64_t)at,
-                                   .aio_lio_opcode = writes ? IOCB_CMD_PWRITEV : IOCB_CMD_PREADV,
-                                   .aio_fildes = (uint32_t)runs[at].fd,
-                                   .aio_buf = (uint64_t)(uintptr_t)runs[at].parts,
-                                   .aio_nbytes = (uint64_t)shorter(&runs[at], most),
-                                   .aio_offset = runs[at].offset};
-        list[at] = &blocks[at];
-        runs[at].result = EIO;
-    }
-    for (int at = 0; at < count;) {
-        const int taken = (int)syscall(SYS_io_submit, to, (long)(count - at), list + at);
-        if (taken > 0) {
-            at += taken;
-            flying += taken;
-        } else { /* what is refused here says why itself, or goes the other way */
-            runs[at].result = transfer(&runs[at], writes, most);
-            at++;
-        }
-    }
-    reap(to, runs, flying, writes, most);
-}
-
-static void move_some(Run *runs, Py_ssize_t count, int writes, long most) {
-    const aio_context_t to = count > 1 ? queue() : 0;
-    for (Py_ssize_t at = 0; at < count; at += DEPTH) {
-        const int some = (int)(count - at < DEPTH ? count - at : DEPTH);
-        if (to)
-            move_together(to, runs + at, some, writes, most);
-        else
-            for (int one = 0; one < some; one++)
-                runs[at + one].result = transfer(&runs[at + one], writes, most);
-    }
-}
-#else
-static void move_some(Run *runs, Py_ssize_t count, int writes, long most) {
-    for (Py_ssize_t at = 0; at < count; at++)
-        runs[at].result = transfer(&runs[at], writes, most);
-}
-#endif
-
-static int take_run(PyObject *item, int writes, Run *run, struct iovec *parts, Py_buffer *views, Py_ssize_t *used) {
+static int take_run(PyObject *item, const Flight *flight, Run *run, Space *left) {
     long long offset;
-    PyObject *buffers;
-    if (!PyArg_ParseTuple(item, "iLO!", &run->fd, &offset, &PyList_Type, &buffers))
+    PyObject *buffers, *touched = NULL;
+    if (!PyArg_ParseTuple(item, "iLO!|O!", &run->fd, &offset, &PyList_Type, &buffers, &PyList_Type, &touched))
         return -1;
     run->offset = (off_t)offset;
-    run->count = PyList_GET_SIZE(buffers);
-    run->parts = parts + *used;
-    for (Py_ssize_t at = 0; at < run->count; at++) {
-        Py_buffer *view = &views[*used];
-        if (PyObject_GetBuffer(PyList_GET_ITEM(buffers, at), view, writes ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0)
+    run->parts = left->parts;
+    run->touched = left->touched;
+    for (; run->count < PyList_GET_SIZE(buffers); run->count++) {
+        const int access = flight->writes ? PyBUF_SIMPLE : PyBUF_WRITABLE;
+        if (PyObject_GetBuffer(PyList_GET_ITEM(buffers, run->count), left->views, access) < 0)
             return -1;
-        parts[*used].iov_base = view->buf;
-        parts[(*used)++].iov_len = (size_t)view->len;
+        *left->parts++ = (struct iovec){left->views->buf, (size_t)left->views->len};
+        run->nbytes += (size_t)left->views++->len;
+    }
+    for (; touched != NULL && run->blocks < PyList_GET_SIZE(touched); run->blocks++) {
+        const Py_ssize_t number = PyLong_AsSsize_t(PyList_GET_ITEM(touched, run->blocks));
+        if (number < 0 || number >= flight->block_count) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_IndexError, "block %zd of %zd", number, flight->block_count);
+            return -1;
+        }
+        flight->blocks[number].awaited++;
+        *left->touched++ = &flight->blocks[number];
     }
     return 0;
 }
 
-static PyObject *move_all(Run *runs, Py_ssize_t count, int writes) {
-    const long most = sysconf(_SC_IOV_MAX);
-    Py_BEGIN_ALLOW_THREADS
-    move_some(runs, count, writes, most);
-    Py_END_ALLOW_THREADS
-    PyObject *results = PyList_New(count);
-    for (Py_ssize_t at = 0; results != NULL && at < count; at++) {
-        PyObject *result = PyLong_FromLong(runs[at].result);
-        if (result == NULL)
-            Py_CLEAR(results);
-        else
-            PyList_SET_ITEM(results, at, result);
+static int take_block(PyObject *item, Block *block, Space *left) {
+    Py_ssize_t head_bytes, count, start;
+    PyObject *data, *tail;
+    if (!PyArg_ParseTuple(item, "y#OnnO", &block->head, &head_bytes, &data, &count, &start, &tail))
+        return -1;
+    if (PyObject_GetBuffer(data, left->views, PyBUF_WRITABLE) < 0)
+        return -1;
+    const Py_buffer *whole = left->views++, *end = NULL;
+    if (tail != Py_None) {
+        if (PyObject_GetBuffer(tail, left->views, PyBUF_SIMPLE) < 0)
+            return -1;
+        end = left->views++;
     }
-    return results;
+    if (head_bytes != STRIPE || STRIPE + count <= 240 || whole->len < count ||
+        (end != NULL && (start < 0 || start > count || end->len < count - start))) {
+        PyErr_Format(PyExc_ValueError,
+                     "head of %zd, memory of %zd, from %zd on %zd bytes for %zd: expected 64, more than 176, and "
+                     "memory at least as long",
+                     head_bytes, whole->len, start, end != NULL ? end->len : -1, count);
+        return -1;
+    }
+    block->data = whole->buf;
+    block->tail = end != NULL ? end->buf : NULL;
+    block->start = (size_t)start;
+    block->count = (size_t)count;
+    return 0;
 }
 
-static PyObject *move_runs(PyObject *self, PyObject *args) {
-    PyObject *items, *results = NULL;
-    int writes, good = 1;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "O!p", &PyTuple_Type, &items, &writes))
-        return NULL;
-    const Py_ssize_t count = PyTuple_GET_SIZE(items);
-    Py_ssize_t total = 0, used = 0;
-    for (Py_ssize_t at = 0; at < count; at++) {
-        PyObject *item = PyTuple_GET_ITEM(items, at);
-        if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 3 || !PyList_Check(PyTuple_GET_ITEM(item, 2))) {
-            PyErr_SetString(PyExc_TypeError, "a run is a tuple of descriptor, offset and list of buffers");
-            return NULL;
-        }
-        total += PyList_GET_SIZE(PyTuple_GET_ITEM(item, 2));
+static PyObject *results_of(const Flight *flight) {
+    PyObject *results = PyList_New(flight->count), *digests = PyList_New(flight->block_count);
+    int good = results != NULL && digests != NULL;
+    for (Py_ssize_t at = 0; good && at < flight->count; at++) {
+        PyObject *result = PyLong_FromLong(flight->runs[at].result);
+        good = result != NULL;
+        PyList_SET_ITEM(results, at, result);
     }
-    Run *runs = PyMem_Calloc((size_t)count + 1, sizeof *runs);
-    struct iovec *parts = PyMem_Calloc((size_t)total + 1, sizeof *parts);
-    Py_buffer *views = PyMem_Calloc((size_t)total + 1, sizeof *views);
-    if (runs == NULL || parts == NULL || views == NULL) {
-        PyErr_NoMemory();
-        good = 0;
+    for (Py_ssize_t at = 0; good && at < flight->block_count; at++) {
+        const Block *block = &flight->blocks[at];
+        PyObject *digest = PyBytes_FromStringAndSize((const char *)block->digest, block->whole ? 16 : 0);
+        good = digest != NULL;
+        PyList_SET_ITEM(digests, at, digest);
     }
-    for (Py_ssize_t at = 0; good && at < count; at++)
-        good = take_run(PyTuple_GET_ITEM(items, at), writes, &runs[at], parts, views, &used) == 0;
     if (good)
-        results = move_all(runs, count, writes);
-    for (Py_ssize_t at = 0; at < used; at++)
-        PyBuffer_Release(&views[at]);
-    PyMem_Free(views);
-    PyMem_Free(parts);
-    PyMem_Free(runs);
+        return Py_BuildValue("(NN)", results, digests);
+    Py_XDECREF(results);
+    Py_XDECREF(digests);
+    return NULL;
+}
+
+/* How many buffers and touched blocks the runs name; -1 with an exception for what is no run. */
+static Py_ssize_t listed(PyObject *runs) {
+    Py_ssize_t total = 0;
+    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(runs); at++) {
+        PyObject *run = PyTuple_GET_ITEM(runs, at);
+        if (!PyTuple_Check(run) || PyTuple_GET_SIZE(run) < 3) {
+            PyErr_SetString(PyExc_TypeError, "a run is a tuple of descriptor, offset, list of buffers, and of blocks");
+            return -1;
+        }
+        for (Py_ssize_t part = 2; part < PyTuple_GET_SIZE(run); part++)
+            total += PyList_Check(PyTuple_GET_ITEM(run, part)) ? PyList_GET_SIZE(PyTuple_GET_ITEM(run, part)) : 0;
+    }
+    return total;
+}
+
+static PyObject *move_checked(PyObject *self, PyObject *args) {
+    PyObject *runs, *blocks, *results = NULL;
+    double seconds;
+    Flight flight = {.most = sysconf(_SC_IOV_MAX)};
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!pO!d", &PyTuple_Type, &runs, &flight.writes, &PyTuple_Type, &blocks, &seconds))
+        return NULL;
+    const Py_ssize_t total = listed(runs);
+    if (total < 0)
+        return NULL;
+    flight.deadline = now() + seconds;
+    flight.count = PyTuple_GET_SIZE(runs);
+    flight.block_count = PyTuple_GET_SIZE(blocks);
+    flight.runs = PyMem_Calloc((size_t)flight.count + 1, sizeof *flight.runs);
+    flight.blocks = PyMem_Calloc((size_t)flight.block_count + 1, sizeof *flight.blocks);
+    const Space all = {PyMem_Calloc((size_t)total + 1, sizeof *all.parts),
+                       PyMem_Calloc((size_t)(total + 2 * flight.block_count) + 1, sizeof *all.views),
+                       PyMem_Calloc((size_t)total + 1, sizeof *all.touched)};
+    Space left = all;
+    int good = flight.runs && flight.blocks && all.parts && all.views && all.touched;
+    if (!good)
+        PyErr_NoMemory();
+    for (Py_ssize_t at = 0; good && at < flight.block_count; at++)
+        good = take_block(PyTuple_GET_ITEM(blocks, at), &flight.blocks[at], &left) == 0;
+    for (Py_ssize_t at = 0; good && at < flight.count; at++)
+        good = take_run(PyTuple_GET_ITEM(runs, at), &flight, &flight.runs[at], &left) == 0;
+    if (good) {
+        Py_BEGIN_ALLOW_THREADS
+        fly(&flight);
+        Py_END_ALLOW_THREADS
+        results = results_of(&flight);
+    }
+    for (Py_buffer *view = all.views; view != left.views; view++)
+        PyBuffer_Release(view);
+    PyMem_Free(all.touched);
+    PyMem_Free(all.views);
+    PyMem_Free(all.parts);
+    PyMem_Free(flight.blocks);
+    PyMem_Free(flight.runs);
     return results;
 }
 
@@ -543,9 +502,12 @@ static PyMethodDef methods[] = {
     {"copy_checksums", copy_checksums, METH_VARARGS,
      "copy_checksums(heads, sources, targets or Nones, sizes), lists: copy the leading bytes of each source and return "
      "xxh3_128(head + them) of each, 16 bytes. Without the GIL for the whole batch."},
-    {"move_runs", move_runs, METH_VARARGS,
-     "move_runs(runs, writes): for each run, a tuple of file descriptor, offset and list of buffers, preadv or pwritev "
-     "until all is done; 0, an errno or -1 (the file ends before) each. Without the GIL for the whole batch."},
+    {"move_checked", move_checked, METH_VARARGS,
+     "move_checked(runs, writes, blocks, seconds): for each run, a tuple of file descriptor, offset, list of buffers and, "
+     "if any, list of the blocks that lie in it, preadv or pwritev until all is done, or none of it where the seconds "
+     "were over before; 0, an errno, -1 (the file ends before) or -2 (late) each. And for each block, a tuple of head, "
+     "memory, size, and from where on what memory (or None) has it, xxh3_128(head + bytes), or b'' if a run failed. "
+     "Without the GIL for the whole batch."},
     {"addresses", addresses, METH_O, "addresses(buffers): where each of a list of buffers begins."},
     {NULL, NULL, 0, NULL},
 };

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-__all__ = ["HEAD_BYTES", "Bytes", "available", "copy_checksums"]
+__all__ = ["HEAD_BYTES", "SHORTEST", "Bytes", "available", "copy_checksums"]
 
 Bytes: TypeAlias = memoryview | NDArray[np.uint8]
 """Contiguous memory."""
@@ -16,7 +16,8 @@ Bytes: TypeAlias = memoryview | NDArray[np.uint8]
 HEAD_BYTES = 64
 
 # xxh3 hashes up to 240 bytes in other ways, which are not worth compiling.
-_SHORTEST = 177
+SHORTEST = 177
+"""Bytes of the shortest block that the compiled pass takes."""
 
 
 class _Compiled(Protocol):
@@ -55,7 +56,7 @@ def copy_checksums(
         targets: writable and at least as long; None: nothing is copied.
         sizes: bytes to copy and to checksum.
     """
-    if _compiled is not None and (not sizes or min(sizes) >= _SHORTEST):
+    if _compiled is not None and (not sizes or min(sizes) >= SHORTEST):
         return _compiled.copy_checksums(heads, sources, targets, sizes)
     return [_copy_checksum(*item) for item in zip(heads, sources, targets, sizes, strict=True)]
 

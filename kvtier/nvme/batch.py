@@ -21,12 +21,12 @@ _FEW_BATCHES = 64
 
 
 class Batch:
-    """Runs `move` over windows of items in the workers, then `done` once, in the worker that ends last.
+    """Runs `move` over shares of the items in the workers, then `done` once, in the worker that ends last.
 
     Args:
         blocks: the workers.
         items: what moves.
-        deadline: absolute; windows that did not begin by then are TIMEOUT.
+        deadline: absolute; shares that did not begin by then are TIMEOUT.
         move: moves the items of these indices and returns their statuses.
         done: gets the status of every item.
         failed: status of items that met an error nobody foresaw.
@@ -106,10 +106,8 @@ class Batch:
             self._done(self._statuses)
 
     def _move_share(self, share: list[int]) -> None:
-        for window in self._blocks.windows(self._items, share):
-            if expired(self._deadline):
-                return
-            for at, status in zip(window, self._move(window), strict=True):
+        if not expired(self._deadline):
+            for at, status in zip(share, self._move(share), strict=True):
                 self._statuses[at] = status
 
 

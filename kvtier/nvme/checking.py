@@ -20,7 +20,7 @@ from kvtier.nvme.io import BlockIO, transfers
 from kvtier.nvme.ledger import Ledger, Record, State
 from kvtier.nvme.recency import HEAD_BYTES, Recency
 from kvtier.nvme.segments import aligned_buffer
-from kvtier.tiers import block_checksum
+from kvtier.tiers import checksum_head
 
 __all__ = ["FAULTS", "Survey", "check_directory", "damaged_blocks", "survey"]
 
@@ -161,14 +161,13 @@ def _damaged(index: Index, blocks: BlockIO, window: Sequence[tuple[bytes, Record
     ends = list(accumulate(pages_for(record.nbytes) * PAGE for _, record in window))
     places = [buffer[start:end] for start, end in pairwise([0, *ends])]
     moving = transfers([record.extents for _, record in window], [record.nbytes for _, record in window], places)
-    errors = blocks.read(moving)
     with index.read() as ledger:
-        for (key, record), transfer, error in zip(window, moving, errors, strict=True):
-            if ledger.get(key) != record:
-                continue  # another process dropped the record, and may have reused its pages
-            ref, fmt = ledger.ref(key, record), ledger.fmt(record)
-            data = transfer.data[: record.nbytes]
-            if error is not None or block_checksum(ref, fmt, data) != record.checksum:
+        heads = [checksum_head(ledger.ref(key, record), ledger.fmt(record)) for key, record in window]
+    found = blocks.read(moving, heads)
+    with index.read() as ledger:
+        for (key, record), checksum in zip(window, found, strict=True):
+            # What another process dropped meanwhile may have its pages reused.
+            if checksum != record.checksum and ledger.get(key) == record:
                 yield key, record
 
 

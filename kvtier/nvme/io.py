@@ -1,29 +1,33 @@
 """Block I/O: records from and to callers' buffers, in as few system calls as the extents allow.
 
-A batch is split among the workers by bytes, never by block. Each worker goes through its share in windows of up to
-4 MiB: adjacent pages of a window move as one run of many buffers, and all runs of a window go to the device together
-(`kvtier.native.vectored`). What of a caller's buffer is not page-aligned moves through the worker's own bounce buffer.
+A batch is split among the workers by bytes, never by block. Each worker moves its share in one call: adjacent pages
+move as runs of many buffers, of which the device has several at any time, and the blocks that have come are checksummed
+while the next are on their way (`kvtier.native.vectored`). What of a caller's buffer is not page-aligned moves through
+the worker's own bounce buffer, and a share that needs much of it in several calls.
 """
 
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.native.vectored import addresses
+from kvtier.native.checksum import Bytes
+from kvtier.native.vectored import Landing, addresses
 from kvtier.nvme.extents import PAGE, Extent, pages_for
-from kvtier.nvme.segments import PageRun, Segments, aligned_buffer
+from kvtier.nvme.segments import Late, PageRun, Segments, aligned_buffer
 
 __all__ = ["BlockIO", "Transfer", "transfers"]
 
-_RUN_PAGES = 1024
+_RUN_PAGES = 256
+_BOUNCE_PAGES = 1024
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
-_SHARE_BYTES = 1 << 20
+_SHARE_BYTES = 4 << 20
 _NOTHING = memoryview(b"")
 
 
@@ -77,74 +81,74 @@ class BlockIO:
         """Call `work(number, share)` in a worker."""
         self._pool.submit(work, number, share)
 
-    def windows(self, items: Sequence[Transfer], share: Sequence[int]) -> Iterator[list[int]]:
-        """Consecutive indices of a share that move together."""
-        window: list[int] = []
-        pages = 0
-        for at in share:
-            count = pages_for(items[at].nbytes)
-            if window and pages + count > _RUN_PAGES:
-                yield window
-                window, pages = [], 0
-            window.append(at)
-            pages += count
-        if window:
-            yield window
+    def read(
+        self, items: Sequence[Transfer], heads: Sequence[bytes], deadline: float | None = None
+    ) -> list[bytes | OSError]:
+        """Fill the items' buffers.
 
-    def read(self, items: Sequence[Transfer]) -> list[OSError | None]:
-        """Fill the items' buffers."""
-        bounced, pieces = self._lay_out(items)
-        errors = self._move(items, pieces, self._segments.read)
-        for item, start, bounce in bounced:
-            _copy(item.data[start : item.nbytes], bounce)
+        Args:
+            items: what to read.
+            heads: what the checksum of each is bound to, 64 bytes.
+            deadline: absolute; what did not begin to move by then is `Late`.
+
+        Returns:
+            For each item its checksum (see `kvtier.native.checksum`), or what was wrong: `SegmentLost`, `Late`, or what
+            the device said.
+        """
+        direct = [self._direct_bytes(item) for item in items]
+        found: list[bytes | OSError] = []
+        for window in _windows(items, direct):
+            found += self._read(items[window], direct[window], heads[window], deadline)
+        return found
+
+    def write(self, items: Sequence[Transfer], deadline: float | None = None) -> list[OSError | None]:
+        """Write the items' buffers, zeros behind them up to whole pages; returns what was wrong with each."""
+        direct = [self._direct_bytes(item) for item in items]
+        errors: list[OSError | None] = []
+        for window in _windows(items, direct):
+            errors += self._write(items[window], direct[window], deadline)
         return errors
 
-    def write(self, items: Sequence[Transfer]) -> list[OSError | None]:
-        """Write the items' buffers, zeros behind them up to whole pages."""
-        bounced, pieces = self._lay_out(items)
-        for item, start, bounce in bounced:
-            count = item.nbytes - start
-            _copy(bounce[:count], item.data[start:])
-            bounce[count:] = bytes(bounce.nbytes - count)
-        return self._move(items, pieces, self._segments.write)
-
-    def _move(
-        self,
-        items: Sequence[Transfer],
-        pieces: list[_Piece],
-        move: Callable[[Sequence[PageRun]], list[OSError | None]],
-    ) -> list[OSError | None]:
-        errors: list[OSError | None] = [None] * len(items)
+    def _read(
+        self, items: Sequence[Transfer], direct: Sequence[int], heads: Sequence[bytes], deadline: float | None
+    ) -> list[bytes | OSError]:
+        bounced, pieces = self._lay_out(items, direct)
+        blocks = [Landing(head, item.data, item.nbytes) for head, item in zip(heads, items, strict=True)]
+        for number, bounce in bounced:
+            blocks[number] = blocks[number]._replace(start=direct[number], tail=bounce)
         runs = list(self._runs(pieces))
-        failed = move([(run[0].page, [piece.buffer for piece in run]) for run in runs])
-        for run, error in zip(runs, failed, strict=True):
-            for piece in run if error is not None else ():
-                errors[piece.item] = error
-        return errors
+        failed, checksums = self._segments.read(runs, blocks, deadline)
+        return [error or checksum for error, checksum in zip(_errors(items, runs, failed), checksums, strict=True)]
 
-    def _lay_out(self, items: Sequence[Transfer]) -> tuple[list[tuple[Transfer, int, memoryview]], list[_Piece]]:
-        """Which part of each item goes through which bounce buffer, and what goes where."""
+    def _write(self, items: Sequence[Transfer], direct: Sequence[int], deadline: float | None) -> list[OSError | None]:
+        bounced, pieces = self._lay_out(items, direct)
+        for number, bounce in bounced:
+            item, start = items[number], direct[number]
+            _copy(bounce[: item.nbytes - start], item.data[start:])
+            bounce[item.nbytes - start :] = bytes(bounce.nbytes - item.nbytes + start)
+        runs = list(self._runs(pieces))
+        return _errors(items, runs, self._segments.write(runs, deadline))
+
+    def _lay_out(
+        self, items: Sequence[Transfer], direct: Sequence[int]
+    ) -> tuple[list[tuple[int, memoryview]], list[_Piece]]:
+        """Which items go, from their direct bytes on, through which bounce buffer, and what goes where."""
         pieces: list[_Piece] = []
-        indirect: list[tuple[int, Transfer, int]] = []
-        needed = 0
-        for number, item in enumerate(items):
-            start, pages = self._direct_bytes(item), pages_for(item.nbytes)
-            extra = pages * PAGE - start
-            if not extra and self._in_one_piece(item, pages):
+        indirect: list[int] = []
+        for number, (item, start) in enumerate(zip(items, direct, strict=True)):
+            pages = pages_for(item.nbytes)
+            if start == pages * PAGE and self._in_one_piece(item, pages):
                 pieces.append(_Piece(item.extents[0].page, pages, number, item.data[:start]))
             else:
-                indirect.append((number, item, start))
-                needed += extra
-        memory = self._bounce(needed) if needed else _NOTHING
-        bounced: list[tuple[Transfer, int, memoryview]] = []
-        at = 0
-        for number, item, start in indirect:
-            extra = pages_for(item.nbytes) * PAGE - start
-            bounce = memory[at : at + extra]
-            at += extra
-            if extra:
-                bounced.append((item, start, bounce))
-            pieces += self._pieces(number, item, start, bounce)
+                indirect.append(number)
+        extra = [pages_for(items[number].nbytes) * PAGE - direct[number] for number in indirect]
+        memory = self._bounce(sum(extra)) if any(extra) else _NOTHING
+        bounced: list[tuple[int, memoryview]] = []
+        for number, end, count in zip(indirect, accumulate(extra), extra, strict=True):
+            bounce = memory[end - count : end]
+            if count:
+                bounced.append((number, bounce))
+            pieces += self._pieces(number, items[number], direct[number], bounce)
         return bounced, pieces
 
     def _in_one_piece(self, item: Transfer, pages: int) -> bool:
@@ -173,27 +177,54 @@ class BlockIO:
     def _bounce(self, nbytes: int) -> memoryview:
         memory: NDArray[np.uint8] | None = getattr(self._local, "bounce", None)
         if memory is None or memory.nbytes < nbytes:
-            memory = self._local.bounce = aligned_buffer(max(nbytes, _RUN_PAGES * PAGE))
+            memory = self._local.bounce = aligned_buffer(max(nbytes, _BOUNCE_PAGES * PAGE))
         return memory.data
 
-    def _runs(self, pieces: list[_Piece]) -> Iterator[list[_Piece]]:
-        """Pieces on adjacent pages of one file, at most 4 MiB and one call's buffers."""
-        run: list[_Piece] = []
-        end = pages = 0
-        for piece in sorted(pieces, key=itemgetter(0)):
-            page, count = piece[:2]
+    def _runs(self, pieces: list[_Piece]) -> Iterator[PageRun]:
+        """Pieces on adjacent pages of one file, at most 1 MiB and one call's buffers."""
+        buffers: list[Bytes] = []
+        numbers: list[int] = []
+        first = end = 0
+        for page, count, number, buffer in sorted(pieces, key=itemgetter(0)):
             adjacent = page == end and page % self._segments.pages_per_file
-            if run and not (adjacent and pages + count <= _RUN_PAGES and len(run) < _IOV_MAX):
-                yield run
-                run, pages = [], 0
-            run.append(piece)
-            end, pages = page + count, pages + count
-        if run:
-            yield run
+            if not (adjacent and end - first + count <= _RUN_PAGES and len(buffers) < _IOV_MAX):
+                if buffers:
+                    yield first, buffers, numbers
+                first, buffers, numbers = page, [], []
+            buffers.append(buffer)
+            numbers.append(number)
+            end = page + count
+        if buffers:
+            yield first, buffers, numbers
 
     def close(self) -> None:
         """Finish what was submitted and end the workers."""
         self._pool.shutdown()
+
+
+def _windows(items: Sequence[Transfer], direct: Sequence[int]) -> Iterator[slice]:
+    """Consecutive items that move together: as many as one bounce buffer is enough for."""
+    start = pages = 0
+    for at, item in enumerate(items):
+        count = pages_for(item.nbytes) - direct[at] // PAGE
+        if at > start and pages + count > _BOUNCE_PAGES:
+            yield slice(start, at)
+            start, pages = at, 0
+        pages += count
+    if items:
+        yield slice(start, len(items))
+
+
+def _errors(
+    items: Sequence[Transfer], runs: Sequence[PageRun], failed: Sequence[OSError | None]
+) -> list[OSError | None]:
+    """What was wrong with each item; that it was late matters least."""
+    errors: list[OSError | None] = [None] * len(items)
+    for (_, _, numbers), error in zip(runs, failed, strict=True):
+        for number in numbers if error is not None else ():
+            if errors[number] is None or not isinstance(error, Late):
+                errors[number] = error
+    return errors
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

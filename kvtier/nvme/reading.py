@@ -11,13 +11,12 @@ from collections.abc import Sequence
 
 from kvtier.errors import FormatMismatch, TierError
 from kvtier.hints import Hint
-from kvtier.native.checksum import copy_checksums
 from kvtier.nvme.batch import Batch, Deadlines, check_buffers
 from kvtier.nvme.counting import Counts
 from kvtier.nvme.holds import NvmeHandle
-from kvtier.nvme.io import BlockIO, Transfer, transfers
+from kvtier.nvme.io import BlockIO, transfers
 from kvtier.nvme.opening import Opened
-from kvtier.nvme.segments import SegmentLost
+from kvtier.nvme.segments import Late, SegmentLost
 from kvtier.tiers import OWN_WORK, Completions, Handle, Owner, Status, Ticket, checksum_heads, counted, expired
 
 __all__ = ["Reader"]
@@ -106,9 +105,9 @@ class Reader:
         moving = transfers([handle.extents for handle in handles], sizes, [out for _, out in items])
         ticket, start = Ticket(), time.perf_counter()
 
-        def move(window: list[int]) -> list[Status]:
-            some = [moving[at] for at in window]
-            return self._verified([handles[at] for at in window], some, self._blocks.read(some))
+        def move(share: list[int]) -> list[Status]:
+            some = [handles[at] for at in share]
+            return self._verified(some, self._blocks.read([moving[at] for at in share], checksum_heads(some), deadline))
 
         def done(statuses: list[Status]) -> None:
             try:
@@ -124,24 +123,18 @@ class Reader:
         Batch(self._blocks, moving, deadline, move, done, Status.MISS).start(self._deadlines)
         return ticket
 
-    def _verified(
-        self, handles: Sequence[NvmeHandle], moved: Sequence[Transfer], errors: Sequence[OSError | None]
-    ) -> list[Status]:
-        found = copy_checksums(
-            checksum_heads(handles),
-            [transfer.data for transfer in moved],
-            [None] * len(moved),
-            [transfer.nbytes for transfer in moved],
-        )
+    def _verified(self, handles: Sequence[NvmeHandle], found: Sequence[bytes | OSError]) -> list[Status]:
         statuses = []
-        for handle, checksum, error in zip(handles, found, errors, strict=True):
-            if error is not None:
-                statuses.append(self._unreadable(handle, error))
+        for handle, checksum in zip(handles, found, strict=True):
+            if isinstance(checksum, OSError):
+                statuses.append(self._unreadable(handle, checksum))
             else:
                 statuses.append(Status.OK if checksum == handle.checksum else self._damaged(handle))
         return statuses
 
     def _unreadable(self, handle: NvmeHandle, error: OSError) -> Status:
+        if isinstance(error, Late):
+            return Status.TIMEOUT
         self._counts.failed("read", error)
         self._heal(handle, error)
         return Status.MISS

@@ -13,20 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.native.checksum import Bytes
-from kvtier.native.vectored import ENDED, FileRun, move
+from kvtier.native.vectored import ENDED, LATE, BlockRun, Landing, move, read_checksums
 from kvtier.nvme.extents import PAGE, Extent
 
-__all__ = ["PageRun", "SegmentLost", "Segments", "aligned_buffer", "disk_free", "takes_direct_io"]
+__all__ = ["Late", "PageRun", "SegmentLost", "Segments", "aligned_buffer", "disk_free", "takes_direct_io"]
 
 _ZEROS_PAGES = 1024
 
-PageRun: TypeAlias = tuple[int, list[Bytes]]
-"""Buffers, whole pages, that lie one behind the other in one file, and the first page."""
+PageRun: TypeAlias = tuple[int, list[Bytes], list[int]]
+"""The first page, buffers, whole pages, that lie one behind the other in one file, and whose block each is."""
 
 
 def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
-    """Page-aligned memory, uint8 [nbytes], all zero."""
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    """Page-aligned memory, uint8 [nbytes], all zero; in huge pages, if there are any: the device fills them faster."""
+    memory = mmap.mmap(-1, nbytes)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def takes_direct_io(directory: Path) -> bool:
@@ -58,6 +61,10 @@ class SegmentLost(OSError):
     def __init__(self, path: Path, number: int, why: str) -> None:
         super().__init__(errno.ENOENT, f"{path} {why}")
         self.number = number
+
+
+class Late(OSError):
+    """The deadline passed before these pages began to move."""
 
 
 class Segments:
@@ -136,47 +143,61 @@ class Segments:
         page, left = extent
         while left:
             count = min(left, _ZEROS_PAGES, self.pages_per_file - page % self.pages_per_file)
-            (error,) = self.write([(page, [self._zeros[: count * PAGE].data])])
+            (error,) = self.write([(page, [self._zeros[: count * PAGE].data], [])])
             if error is not None:
                 raise error
             page, left = page + count, left - count
 
-    def read(self, runs: Sequence[PageRun]) -> list[OSError | None]:
+    def read(
+        self, runs: Sequence[PageRun], blocks: Sequence[Landing], deadline: float | None
+    ) -> tuple[list[OSError | None], list[bytes]]:
         """Fill buffers from the pages of each run.
 
         Returns:
-            For each run what was wrong with it: `SegmentLost`, if there is no such file or it ends before, or what
-            the device said.
+            For each run what was wrong with it: `SegmentLost`, if there is no such file or it ends before, `Late`, or
+            what the device said. And the blocks' checksums (see `read_checksums`), which count where no run failed.
         """
-        return self._move(runs, writes=False)
-
-    def write(self, runs: Sequence[PageRun]) -> list[OSError | None]:
-        """Write buffers to the pages of each run; returns what the device said of each, if it failed or is full."""
-        return self._move(runs, writes=True)
-
-    def _move(self, runs: Sequence[PageRun], *, writes: bool) -> list[OSError | None]:
         errors: list[OSError | None] = [None] * len(runs)
-        moving: list[FileRun] = []
-        places: list[int] = []
-        for at, (page, buffers) in enumerate(runs):
+        moving = self._in_open_files(runs, errors, make=False)
+        codes, checksums = read_checksums(moving, blocks, deadline)
+        self._note(runs, errors, codes)
+        return errors, checksums
+
+    def write(self, runs: Sequence[PageRun], deadline: float | None = None) -> list[OSError | None]:
+        """Write buffers to the pages of each run; what was wrong: `Late`, or what the device said, failed or full."""
+        errors: list[OSError | None] = [None] * len(runs)
+        moving = self._in_open_files(runs, errors, make=True)
+        with self._lock:
+            self._dirty.update(
+                run[0] // self.pages_per_file for run, error in zip(runs, errors, strict=True) if not error
+            )
+        self._note(runs, errors, move([run[:3] for run in moving], writes=True, deadline=deadline))
+        return errors
+
+    def _in_open_files(self, runs: Sequence[PageRun], errors: list[OSError | None], *, make: bool) -> list[BlockRun]:
+        """The runs whose files open; notes what is wrong with the others."""
+        opened: list[BlockRun] = []
+        for at, (page, buffers, blocks) in enumerate(runs):
             number, inside = divmod(page, self.pages_per_file)
             try:
-                moving.append((self._fd(number, make=writes), inside * PAGE, buffers))
-                places.append(at)
+                opened.append((self._fd(number, make=make), inside * PAGE, buffers, blocks))
             except OSError as error:
                 errors[at] = error
-        if writes:
-            with self._lock:
-                self._dirty.update(runs[at][0] // self.pages_per_file for at in places)
-        for at, code in zip(places, move(moving, writes=writes), strict=True):
+        return opened
+
+    def _note(self, runs: Sequence[PageRun], errors: list[OSError | None], codes: Sequence[int]) -> None:
+        """Note what is wrong with the runs whose files opened."""
+        moved = [at for at, error in enumerate(errors) if error is None]
+        for at, code in zip(moved, codes, strict=True):
             if code:
                 errors[at] = self._error(runs[at][0] // self.pages_per_file, code)
-        return errors
 
     def _error(self, number: int, code: int) -> OSError:
         path = self._path(number)
         if code == ENDED:
             return SegmentLost(path, number, f"ends at byte {path.stat().st_size if path.is_file() else 0}")
+        if code == LATE:
+            return Late(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), str(path))
         return OSError(code, os.strerror(code), str(path))
 
     def sync(self) -> None:

@@ -18,6 +18,7 @@ from kvtier.nvme.holds import NvmeHandle, Rank, record_rank
 from kvtier.nvme.io import BlockIO, transfers
 from kvtier.nvme.ledger import Record
 from kvtier.nvme.opening import Opened
+from kvtier.nvme.segments import Late
 from kvtier.nvme.space import Change, Placed
 from kvtier.tiers import (
     BlockRef,
@@ -167,8 +168,8 @@ class Writer:
         moving = transfers([handle.extents for handle in handles], sizes, buffers)
         ticket, start = Ticket(), time.perf_counter()
 
-        def move(window: list[int]) -> list[Status]:
-            return [self._written(error) for error in self._blocks.write([moving[at] for at in window])]
+        def move(share: list[int]) -> list[Status]:
+            return [self._written(error) for error in self._blocks.write([moving[at] for at in share], deadline)]
 
         def done(statuses: list[Status]) -> None:
             try:
@@ -183,6 +184,8 @@ class Writer:
     def _written(self, error: OSError | None) -> Status:
         if error is None:
             return Status.OK
+        if isinstance(error, Late):
+            return Status.TIMEOUT
         self._counts.failed("write", error)
         reason = "no_space_on_device" if error.errno == errno.ENOSPC else "io_error"
         self._counts.dropped(reason, 1)

@@ -30,10 +30,10 @@ class LateDisk(NvmeTier):
         blocks = self._reader._blocks
         read = blocks.read
 
-        def late(transfers: Sequence[object]) -> object:
+        def late(transfers: Sequence[object], heads: Sequence[bytes], deadline: float | None) -> object:
             self.reading.set()
             assert self.released.wait(30)
-            return read(transfers)
+            return read(transfers, heads, deadline)
 
         blocks.read = late
 

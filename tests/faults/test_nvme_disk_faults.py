@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.errors import LeaseError
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.nvme.holds import NvmeHandle
@@ -141,6 +142,41 @@ def test_writes_that_did_not_begin_in_time_can_be_written_later(
     assert tier.write(items[2:]).wait(30).statuses == (Status.OK,) * 4
     tier.commit(handles)
     assert run_length(tier, refs) == 6
+
+
+def test_a_deadline_in_the_midst_of_a_share_costs_nothing(tier: NvmeTier, metrics: Metrics) -> None:
+    # Every second block of a chain: no two of them move in one run.
+    refs = chain_refs(12)
+    _prepared(tier)
+    reserved = tier.reserve(refs, [_SIZE] * 12, ["raw"] * 12, "writer")
+    handles = [handle for handle in reserved if isinstance(handle, NvmeHandle)]
+    items = [(handle, content(handle.ref, _SIZE)) for handle in handles]
+
+    def patched(begun: int) -> pytest.MonkeyPatch:
+        patch = pytest.MonkeyPatch()
+        patch.setattr("kvtier.native.vectored._compiled", None)
+        left = iter([1.0] * begun)
+        patch.setattr("kvtier.native.vectored._seconds", lambda _: next(left, 0.0))
+        return patch
+
+    patch = patched(2)
+    late = tier.write(items[::2], time.monotonic() + 60).wait(30).statuses
+    patch.undo()
+    assert late == (Status.OK,) * 2 + (Status.TIMEOUT,) * 4
+    with pytest.raises(LeaseError, match="never completely written"):
+        tier.commit(handles)
+    assert tier.write([*items[4::2], *items[1::2]]).wait(30).statuses == (Status.OK,) * 10
+    tier.commit(handles)
+    leased = tier.acquire([ref.key for ref in refs], "reader").wait(30).handles
+    reads = [(handle, memoryview(bytearray(_SIZE))) for handle in leased[::2]]
+    patch = patched(3)
+    late = tier.read(reads, time.monotonic() + 60).wait(30).statuses
+    patch.undo()
+    assert late == (Status.OK,) * 3 + (Status.TIMEOUT,) * 3
+    assert tier.read(reads).wait(30).statuses == (Status.OK,) * 6
+    assert [bytes(data) for _, data in reads] == [bytes(content(ref, _SIZE)) for ref in refs[::2]]
+    tier.release(leased)
+    assert metrics.value("errors_total", tier="nvme", operation="read") == 0
 
 
 def test_durable_commits_that_wait_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

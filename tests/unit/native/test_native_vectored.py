@@ -1,6 +1,7 @@
 """Many reads and writes in one call: equal to the file's own content, and errors where the system says so."""
 
 import errno
+import mmap
 import os
 import random
 import threading
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvtier.native import vectored
-from kvtier.native.vectored import ENDED, FileRun, addresses, move
+from kvtier.native.checksum import HEAD_BYTES
+from kvtier.native.vectored import ENDED, LATE, BlockRun, FileRun, Landing, addresses, move, read_checksums
 
 
 @pytest.fixture(params=["compiled", "portable"], autouse=True)
@@ -104,6 +107,92 @@ def test_more_runs_than_the_kernel_takes_at_once(fd: int) -> None:
     for start, out, result in zip(starts, outs, results, strict=True):
         assert result == (0 if start + len(out) <= len(data) else ENDED)
         assert result == ENDED or out == data[start : start + len(out)]
+
+
+def _sum(head: bytes, data: bytes) -> bytes:
+    return xxhash.xxh3_128(head + data).digest()
+
+
+@pytest.mark.parametrize("shortest", [1, 200])
+def test_checksums_what_it_reads(fd: int, shortest: int) -> None:
+    dice = random.Random(5)
+    data = dice.randbytes(400_000)
+    os.pwrite(fd, data, 0)
+    runs: list[BlockRun] = []
+    blocks: list[Landing] = []
+    expected: list[bytes] = []
+    at = 0
+    while at < 300_000:  # more runs than the kernel takes at once; a block's parts lie in one to three
+        size = dice.randrange(shortest, 3000)
+        start = dice.choice([0, size, dice.randrange(size + 1)])
+        memory, tail = bytearray(size), bytearray(size - start)
+        blocks.append(Landing(dice.randbytes(HEAD_BYTES), memoryview(memory), size, start, memoryview(tail)))
+        expected.append(data[at : at + size])
+        number = len(blocks) - 1
+        parts = [memoryview(memory)[:start], memoryview(tail)]
+        cut = dice.randrange(start + 1)
+        runs += [(fd, at, [parts[0][:cut]], [number])] if cut else []
+        runs += [(fd, at + cut, [parts[0][cut:], parts[1]], [number, number])] if cut < size else []
+        at += size
+    following = Landing(bytes(HEAD_BYTES), memoryview(bytearray(50_000)), 50_000)
+    pieces = [following.data[first : first + 1000] for first in range(0, 50_000, 1000)]
+    runs += [(fd, at + 1000 * part, [piece], [len(blocks)]) for part, piece in enumerate(pieces)]
+    blocks.append(following)
+    expected.append(data[at : at + 50_000])
+    dice.shuffle(runs)
+    results, checksums = read_checksums(runs, blocks)
+    assert results == [0] * len(runs)
+    assert [bytes(block.data) for block in blocks] == expected
+    assert checksums == [_sum(block.head, content) for block, content in zip(blocks, expected, strict=True)]
+
+
+def test_checksums_beside_the_page_cache(tmp_path: Path) -> None:
+    dice = random.Random(6)
+    page, each, count = 4096, 40, 150
+    try:
+        fd = os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except OSError:
+        pytest.skip("no O_DIRECT here")
+    memory = memoryview(mmap.mmap(-1, page * each * count))
+    data = dice.randbytes(len(memory))
+    memory[:] = data
+    assert move([(fd, 0, [memory])], writes=True) == [0]
+    memory[:] = bytes(len(memory))
+    size = page * each
+    places = [memory[at * size : (at + 1) * size] for at in range(count)]  # 24 MB: more than fly at a time
+    blocks = [Landing(bytes([at]) * HEAD_BYTES, place, size) for at, place in enumerate(places)]
+    runs: list[BlockRun] = [(fd, at * size, [place], [at]) for at, place in enumerate(places)]
+    results, checksums = read_checksums(runs, blocks)
+    assert results == [0] * count
+    assert memory == data
+    assert checksums == [_sum(block.head, bytes(block.data)) for block in blocks]
+    os.close(fd)
+
+
+def test_a_block_of_a_run_that_fails_has_no_checksum(fd: int) -> None:
+    data = random.Random(7).randbytes(5000)
+    os.pwrite(fd, data, 0)
+    memory = [memoryview(bytearray(1000)) for _ in range(3)]
+    blocks = [Landing(bytes(HEAD_BYTES), place, 1000) for place in memory]
+    runs: list[BlockRun] = [
+        (fd, 0, [memory[0][:500]], [0]),
+        (fd, 4800, [memory[1][:500]], [1]),
+        (fd, 500, [memory[0][500:], memory[2]], [0, 2]),
+        (fd, 500, [memory[1][500:]], [1]),
+    ]
+    good = [_sum(bytes(HEAD_BYTES), data[:1000]), b"", _sum(bytes(HEAD_BYTES), data[1000:2000])]
+    assert read_checksums(runs, blocks) == ([0, ENDED, 0, 0], good)
+    assert read_checksums(runs, blocks, time.monotonic()) == ([LATE] * 4, [b""] * 3)
+    assert read_checksums(runs, blocks, time.monotonic() + 60) == ([0, ENDED, 0, 0], good)
+    assert read_checksums([], blocks) == ([], [b""] * 3)
+
+
+def test_what_is_late_does_not_move(fd: int) -> None:
+    run: FileRun = (fd, 0, [memoryview(bytearray(b"late"))])
+    assert move([run, run], writes=True, deadline=time.monotonic()) == [LATE, LATE]
+    assert os.fstat(fd).st_size == 0
+    assert move([run, run], writes=True, deadline=time.monotonic() + 60) == [0, 0]
+    assert os.pread(fd, 10, 0) == b"late"
 
 
 def test_threads_move_at_once_and_leave_nothing_in_the_kernel(fd: int) -> None:
