@@ -50,7 +50,13 @@ setup(
             extra_link_args=["-fopenmp"],
             optional=True,
         ),
-        Extension("kvtier.native._checksum", ["kvtier/native/_checksum.c"], extra_compile_args=["-O3"], optional=True),
+        Extension(
+            "kvtier.native._checksum",
+            ["kvtier/native/_checksum.c", "kvtier/native/_receiving.c"],
+            depends=["kvtier/native/_steps.h"],
+            extra_compile_args=["-O3"],
+            optional=True,
+        ),
     ],
     cmdclass={"build_ext": OptionalBuild},
     # MANIFEST.in is for the source archive alone; what a wheel has beside modules is in pyproject.toml.

@@ -6,6 +6,7 @@ SIGHUP            read the file of tokens again
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -68,6 +69,9 @@ def _serve(cache: Cache, tokens: Tokens, settings: ServiceSettings, taken: socke
         settings = settings.model_copy(update={"data_port": data.address[1]})
     try:
         server = CacheServer(cache, tokens, settings, data)
+        # What is there by now stays: no collection is to walk all of it again while everybody waits.
+        gc.collect()
+        gc.freeze()
         server.run(sockets=[taken])
         if server.force_exit:
             _log.warning("stopped at once", extra={"left": server.left})
