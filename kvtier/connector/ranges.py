@@ -31,7 +31,7 @@ from kvtier.native.checksum import Bytes
 from kvtier.native.copying import copy_runs
 from kvtier.native.vectored import addresses
 from kvtier.store import Lease, Received, TieredStore
-from kvtier.tiers import BlockRef, Handle
+from kvtier.tiers import BlockRef
 
 __all__ = ["Part", "RangeTransfers"]
 

@@ -99,7 +99,7 @@ __attribute__((target("avx2"))) static void add_blocks_avx2(uint64_t *acc, const
         for (int stripe = 0; stripe < BLOCK / STRIPE; stripe++) {
             const __m256i *in = (const __m256i *)(data + stripe * STRIPE);
             const __m256i *key = (const __m256i *)(secret + 8 * stripe);
-            _mm_prefetch((const char *)in + 512, _MM_HINT_T0);
+            _mm_prefetch((const char *)in + 2048, _MM_HINT_T0);
             for (int half = 0; half < 2; half++) {
                 __m256i value = _mm256_loadu_si256(in + half);
                 __m256i mixed = _mm256_xor_si256(value, _mm256_loadu_si256(key + half));
@@ -151,7 +151,7 @@ static void add_blocks(uint64_t *acc, const uint8_t *restrict data, uint8_t *res
 }
 
 void hash_begin(uint64_t acc[LANES]) {
-    static const uint64_t start[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
+    const uint64_t start[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
     memcpy(acc, start, sizeof start);
 }
 

@@ -36,7 +36,7 @@ from kvtier.store.putting import Putter, Received
 from kvtier.store.recoding import Recoder
 from kvtier.store.results import Located, PutOutcome, PutResult, StoreMatch
 from kvtier.store.sessions import SessionBook, Turns
-from kvtier.tiers import OWN_WORK, BlockRef, Handle, Owner, Tier
+from kvtier.tiers import OWN_WORK, BlockRef, Owner, Tier
 
 __all__ = ["TieredStore"]
 

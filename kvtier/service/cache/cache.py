@@ -366,9 +366,7 @@ class Cache:
         stored.add_done_callback(done)
         return told
 
-    def room(
-        self, caller: Caller, ns: str, names: Sequence[tuple[bytes, int]], sizes: Sequence[int]
-    ) -> Room | None:
+    def room(self, caller: Caller, ns: str, names: Sequence[tuple[bytes, int]], sizes: Sequence[int]) -> Room | None:
         """Host memory to receive blocks into that are about to be put (`BlockPut.owned`). Scope write.
 
         None: there is none now; receive them elsewhere. `names` are chain key and part of each.

@@ -1,4 +1,4 @@
-"""Put and stage: blocks window by window, so that one is received while the one before is copied and checked.
+"""Put and stage: blocks window by window, so that one is received while the one before is stored.
 
 put     socket -> host slot             into memory that becomes the blocks', checksummed as the bytes come; or
         socket -> buffer -> host slot   where host has no room to spare, with copy and checksum in one pass
@@ -26,7 +26,8 @@ from kvtier.wire.packing import pack_runs, unpack_keys
 
 __all__ = ["answer_put", "answer_stage"]
 
-_WINDOW_BYTES = 8 << 20
+# To hand one over costs as much as to copy a MiB; two of each connection are lent out.
+_WINDOW_BYTES = 16 << 20
 _UNDER_WAY = 2
 _DIGEST_BYTES = 16
 _GRACE_SECONDS = 5.0
@@ -67,7 +68,7 @@ class _Puts:
         items: Sequence[_Item],
         views: Sequence[memoryview],
         memory: ExitStack,
-        owned: Sequence[Received] = (),
+        owned: Sequence[Received | None] = (),
     ) -> None:
         """Begin to store one window; `memory` is closed when its bytes are not needed any more.
 
