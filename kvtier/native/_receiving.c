@@ -184,7 +184,7 @@ PyObject *receive(PyObject *self, PyObject *args) {
     double seconds;
     int fd;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iO!O!nd", &fd, &PyList_Type, &buffers, &PyList_Type, &heads, &there, &seconds))
+    if (!PyArg_ParseTuple(args, "iO!O!n" "d", &fd, &PyList_Type, &buffers, &PyList_Type, &heads, &there, &seconds))
         return NULL;
     const Py_ssize_t count = PyList_GET_SIZE(buffers);
     Filling filling = {PyMem_Calloc(count ? (size_t)count : 1, sizeof(Place)), count, 0, 0};
