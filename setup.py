@@ -52,8 +52,8 @@ setup(
         ),
         Extension(
             "kvtier.native._checksum",
-            ["kvtier/native/_checksum.c"],
-            depends=["kvtier/native/_vectored.h"],
+            ["kvtier/native/_checksum.c", "kvtier/native/_receiving.c"],
+            depends=["kvtier/native/_steps.h", "kvtier/native/_vectored.h"],
             extra_compile_args=["-O3"],
             optional=True,
         ),

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from kvtier.errors import KVTierError
+from kvtier.native.receiving import hashed, receive
 
 __all__ = ["PlainStream", "Stream", "StreamClosed", "StreamTimeout", "TlsStream", "connect", "stream_over"]
 
@@ -42,8 +43,11 @@ class Stream(Protocol):
         """
         ...
 
-    def fill(self, outs: Sequence[memoryview], seconds: float) -> None:
-        """Fill all of `outs`, in order, within so many seconds. Raises as `receive` does."""
+    def fill(self, outs: Sequence[memoryview], seconds: float, heads: Sequence[bytes | None] = ()) -> list[bytes]:
+        """Fill all of `outs`, in order, within so many seconds. Raises as `receive` does.
+
+        heads: hash each on the way, as `kvtier.native.receiving.receive` does; empty: none.
+        """
         ...
 
     def send(self, buffers: Sequence[bytes | memoryview], seconds: float) -> None:
@@ -90,8 +94,12 @@ class PlainStream:
             else:
                 at += self._read(out[at:], socket.MSG_WAITALL, left)
 
-    def fill(self, outs: Sequence[memoryview], seconds: float) -> None:
-        """See `Stream.fill`: one call of the kernel for many of them."""
+    def fill(self, outs: Sequence[memoryview], seconds: float, heads: Sequence[bytes | None] = ()) -> list[bytes]:
+        """See `Stream.fill`: one call of the kernel for many of them, where nothing is to be hashed."""
+        if heads:
+            there = sum([self._buffered(out) for out in outs])
+            with _trouble("nothing came", seconds):
+                return receive(self.sock, outs, heads, there, seconds)
         until = time.monotonic() + seconds
         left: list[bytes | memoryview] = [rest for out in outs if (rest := out[self._buffered(out) :])]
         while left:
@@ -101,6 +109,7 @@ class PlainStream:
             if not count:
                 raise StreamClosed("the other side closed the connection")
             left = _rest(left, count)
+        return []
 
     def _buffered(self, out: memoryview) -> int:
         count = min(out.nbytes, self._stop - self._start)
@@ -184,11 +193,12 @@ class TlsStream:
                 raise StreamClosed("the other side closed the connection")
             at += count
 
-    def fill(self, outs: Sequence[memoryview], seconds: float) -> None:
+    def fill(self, outs: Sequence[memoryview], seconds: float, heads: Sequence[bytes | None] = ()) -> list[bytes]:
         """See `Stream.fill`."""
         until = time.monotonic() + seconds
         for out in outs:
             self.receive(out, until - time.monotonic())
+        return hashed(outs, heads) if heads else []
 
     def send(self, buffers: Sequence[bytes | memoryview], seconds: float) -> None:
         """See `Stream.send`."""

@@ -30,8 +30,8 @@ from kvtier.errors import CapacityError, ConfigError, FormatMismatch, LeaseError
 from kvtier.native.checksum import Bytes
 from kvtier.native.copying import copy_runs
 from kvtier.native.vectored import addresses
-from kvtier.store import Lease, TieredStore
-from kvtier.tiers import BlockRef, Handle
+from kvtier.store import Lease, Received, TieredStore
+from kvtier.tiers import BlockRef
 
 __all__ = ["Part", "RangeTransfers"]
 
@@ -234,14 +234,14 @@ class RangeTransfers:
             buffers = [self._store.host.buffer(room)[: self._part_bytes] for room in rooms]
             ours, theirs, sizes = _runs(addresses(list[Bytes](buffers)), sources)
             copy_runs(ours, theirs, sizes)
-            return self._stored(keys, buffers, rooms)
+            return self._stored(keys, buffers, [Received(room) for room in rooms])
         except LeaseError:
             # The store was closed meanwhile.
             return 0
         finally:
             self._store.private.give_up(rooms)
 
-    def _stored(self, keys: Sequence[bytes], buffers: Sequence[memoryview], owned: Sequence[Handle]) -> int:
+    def _stored(self, keys: Sequence[bytes], buffers: Sequence[memoryview], owned: Sequence[Received]) -> int:
         items = [
             (BlockRef(key, self._ns, -1, None, self._exact), data) for key, data in zip(keys, buffers, strict=True)
         ]

@@ -14,6 +14,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "_steps.h"
+
 #if defined(__linux__)
 #include <linux/aio_abi.h>
 #include <pthread.h>
@@ -31,7 +33,8 @@
 #define STREAMS 0
 #endif
 
-enum { STRIPE = 64, LINE = 64, SECRET = 192, LANES = 8, BLOCK = (SECRET - STRIPE) / 8 * STRIPE, STREAM_FROM = 64 << 10 };
+enum { LINE = 64, SECRET = 192, STREAM_FROM = 64 << 10 };
+_Static_assert(BLOCK == (SECRET - STRIPE) / 8 * STRIPE, "one stripe for every 8 bytes of the secret");
 
 static const uint8_t secret[SECRET] = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
@@ -152,8 +155,30 @@ static void add_blocks(uint64_t *acc, const uint8_t *restrict data, uint8_t *res
     }
 }
 
+void hash_begin(uint64_t acc[LANES]) {
+    const uint64_t start[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
+    memcpy(acc, start, sizeof start);
+}
+
+void hash_blocks(uint64_t acc[LANES], const uint8_t *data, size_t blocks) {
+    add_blocks(acc, data, NULL, blocks, 0, 0);
+}
+
+void hash_end(uint64_t acc[LANES], const uint8_t *rest, const uint8_t last[STRIPE], size_t total, uint8_t out[16]) {
+    const size_t done = (total - 1) / BLOCK * BLOCK;
+    for (size_t stripe = 0; stripe < (total - 1 - done) / STRIPE; stripe++)
+        accumulate(acc, rest + stripe * STRIPE, secret + 8 * stripe);
+    accumulate(acc, last, secret + SECRET - STRIPE - 7);
+    uint64_t low = merge(acc, secret + 11, total * P64_1);
+    uint64_t high = merge(acc, secret + SECRET - STRIPE - 11, ~(total * P64_2));
+    for (int at = 0; at < 8; at++) {                    /* canonical: big-endian, high half first */
+        out[at] = (uint8_t)(high >> (56 - 8 * at));
+        out[8 + at] = (uint8_t)(low >> (56 - 8 * at));
+    }
+}
+
 static void checksum(const uint8_t head[STRIPE], const uint8_t *data, uint8_t *to, size_t count, uint8_t out[16]) {
-    uint64_t acc[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
+    uint64_t acc[LANES];
     uint8_t first[BLOCK], last[STRIPE];
     const size_t total = STRIPE + count, blocks = (total - 1) / BLOCK;
     const size_t prefix = blocks ? BLOCK - STRIPE : count;
@@ -161,6 +186,7 @@ static void checksum(const uint8_t head[STRIPE], const uint8_t *data, uint8_t *t
     /* Streams begin where a line of the target does: the copy trails the hash by these bytes. */
     const size_t lag = streamed ? (uintptr_t)(to + prefix) % LINE : 0;
 
+    hash_begin(acc);
     memcpy(first, head, STRIPE);
     memcpy(first + STRIPE, data, prefix);
     if (to != NULL)
@@ -173,20 +199,12 @@ static void checksum(const uint8_t head[STRIPE], const uint8_t *data, uint8_t *t
     const uint8_t *rest = blocks ? data + done - STRIPE : first;
     if (blocks && to != NULL)
         memcpy(to + done - STRIPE - lag, rest - lag, total - done + lag);
-    for (size_t stripe = 0; stripe < (total - 1 - done) / STRIPE; stripe++)
-        accumulate(acc, rest + stripe * STRIPE, secret + 8 * stripe);
     memcpy(last, blocks || count >= STRIPE ? data + count - STRIPE : first + total - STRIPE, STRIPE);
-    accumulate(acc, last, secret + SECRET - STRIPE - 7);
+    hash_end(acc, rest, last, total, out);
 #if STREAMS
     if (streamed)
         _mm_sfence();
 #endif
-    uint64_t low = merge(acc, secret + 11, total * P64_1);
-    uint64_t high = merge(acc, secret + SECRET - STRIPE - 11, ~(total * P64_2));
-    for (int at = 0; at < 8; at++) {                    /* canonical: big-endian, high half first */
-        out[at] = (uint8_t)(high >> (56 - 8 * at));
-        out[8 + at] = (uint8_t)(low >> (56 - 8 * at));
-    }
 }
 
 typedef struct {
@@ -508,6 +526,9 @@ static PyMethodDef methods[] = {
      "were over before; 0, an errno, -1 (the file ends before) or -2 (late) each. And for each block, a tuple of head, "
      "memory, size, and from where on what memory (or None) has it, xxh3_128(head + bytes), or b'' if a run failed. "
      "Without the GIL for the whole batch."},
+    {"receive", receive, METH_VARARGS,
+     "receive(fd, buffers, heads or Nones, there, seconds), lists: fill the buffers from a socket, of which the leading "
+     "`there` bytes are in place; xxh3_128(head + buffer) of each, or None. Without the GIL."},
     {"addresses", addresses, METH_O, "addresses(buffers): where each of a list of buffers begins."},
     {NULL, NULL, 0, NULL},
 };

@@ -5,6 +5,7 @@ from kvtier.store.lease import Lease
 from kvtier.store.options import StoreOptions
 from kvtier.store.prefetching import Prefetch
 from kvtier.store.private import PrivateObject
+from kvtier.store.putting import Received
 from kvtier.store.results import Located, PrefetchResult, PutOutcome, PutResult, StoreMatch
 from kvtier.store.tiered import TieredStore
 
@@ -16,6 +17,7 @@ __all__ = [
     "PrivateObject",
     "PutOutcome",
     "PutResult",
+    "Received",
     "StoreMatch",
     "StoreOptions",
     "TieredStore",

@@ -55,7 +55,7 @@ class PrivateObjects:
         return self._gate.attempt("keep", lambda: self._keep(buffers), ())
 
     def _keep(self, buffers: Sequence[memoryview]) -> tuple[PrivateObject, ...]:
-        refs = [BlockRef(secrets.token_bytes(STORE_KEY_BYTES), self._ns, 0, None, exact=True) for _ in buffers]
+        refs = [BlockRef(key, self._ns, 0, None, exact=True) for key in _keys(len(buffers))]
         slots = self._host.reserve(refs, [data.nbytes for data in buffers], [_RAW] * len(refs), _OWNER)
         handles = [slot for slot in slots if isinstance(slot, Handle)]
         written = False
@@ -78,7 +78,7 @@ class PrivateObjects:
 
         Whoever was given it ends it by `give_up`, whatever became of the put.
         """
-        refs = [BlockRef(secrets.token_bytes(STORE_KEY_BYTES), self._ns, 0, None, exact=True) for _ in sizes]
+        refs = [BlockRef(key, self._ns, 0, None, exact=True) for key in _keys(len(sizes))]
         nothing: list[Reservation] = []
         slots = self._gate.attempt("room", lambda: self._host.reserve(refs, sizes, [_RAW] * len(refs), _OWNER), nothing)
         handles = [slot for slot in slots if isinstance(slot, Handle)]
@@ -109,3 +109,9 @@ class PrivateObjects:
         handles = [handle for handle, _ in objects]
         if handles:
             self._gate.attempt("drop", lambda: self._host.abort(handles), None)
+
+
+def _keys(count: int) -> list[bytes]:
+    """Keys that nobody knows."""
+    random = secrets.token_bytes(STORE_KEY_BYTES * count)
+    return [random[at : at + STORE_KEY_BYTES] for at in range(0, len(random), STORE_KEY_BYTES)]

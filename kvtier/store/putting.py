@@ -13,25 +13,37 @@ from kvtier.store.placement import Placed, Placement
 from kvtier.store.port import Port
 from kvtier.store.recoding import Recoder, Target
 from kvtier.store.results import PutOutcome
-from kvtier.tiers import OWN_WORK, BlockRef, Full, Handle, Reservation, Status, expired
+from kvtier.tiers import OWN_WORK, BlockRef, Full, Handle, Reservation, Status, checksum_head, expired
 
-__all__ = ["Item", "Putter"]
+__all__ = ["Item", "Putter", "Received"]
 
 _OWNER = OWN_WORK + "put"
 _DEEPEST = (1 << 31) - 1
 
 
+class Received(NamedTuple):
+    """Bytes that came straight into host memory.
+
+    handle: the reservation that they lie in (`PrivateObjects.room`). head, checksum: xxh3_128(head + bytes), where they
+    were hashed on the way; it is the record's if the head is.
+    """
+
+    handle: Handle
+    head: bytes = b""
+    checksum: bytes = b""
+
+
 class Item(NamedTuple):
     """One part of one block to be put: its bytes are raw.
 
-    owned: the reservation in host that they lie in (`PrivateObjects.room`), of which it takes over the memory.
+    owned: the memory in host that they lie in, which it takes over.
     """
 
     ref: BlockRef
     data: memoryview
     target: Target
     hint: Hint
-    owned: Handle | None = None
+    owned: Received | None = None
 
 
 class Putter:
@@ -138,7 +150,7 @@ class Putter:
     def _fill(self, items: Sequence[Item], slots: Sequence[Reservation], skip: set[bytes]) -> set[bytes]:
         """Write or encode into the reservations; returns the keys that could not be."""
         plain: list[tuple[Handle, memoryview]] = []
-        moved: list[tuple[Handle, Handle]] = []
+        moved: list[tuple[Handle, Received]] = []
         encoded: list[Handle] = []
         bad: set[bytes] = set()
         for item, slot in zip(items, slots, strict=True):
@@ -154,8 +166,9 @@ class Putter:
                 bad.add(item.ref.key)
         statuses = self._host.write(plain).wait().statuses if plain else ()
         if moved:
-            self._host.exchange(moved)
-        self._host.seal([*encoded, *(slot for slot, _ in moved)])
+            self._host.exchange([(slot, owned.handle) for slot, owned in moved])
+        known = [owned.checksum if owned.head == checksum_head(slot.ref, slot.fmt) else b"" for slot, owned in moved]
+        self._host.seal([*encoded, *(slot for slot, _ in moved)], [*([b""] * len(encoded)), *known])
         return bad | {
             slot.ref.key for (slot, _), status in zip(plain, statuses, strict=True) if status is not Status.OK
         }

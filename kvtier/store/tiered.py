@@ -32,11 +32,11 @@ from kvtier.store.port import Port
 from kvtier.store.prefetching import Prefetch, prefetch_steps
 from kvtier.store.private import PrivateObjects
 from kvtier.store.promotion import Promoter
-from kvtier.store.putting import Putter
+from kvtier.store.putting import Putter, Received
 from kvtier.store.recoding import Recoder
 from kvtier.store.results import Located, PutOutcome, PutResult, StoreMatch
 from kvtier.store.sessions import SessionBook, Turns
-from kvtier.tiers import OWN_WORK, BlockRef, Handle, Owner, Tier
+from kvtier.tiers import OWN_WORK, BlockRef, Owner, Tier
 
 __all__ = ["TieredStore"]
 
@@ -341,11 +341,11 @@ class TieredStore:
         *,
         parts: int = 1,
         deadline: float | None = None,
-        owned: Sequence[Handle | None] = (),
+        owned: Sequence[Received | None] = (),
     ) -> "Future[list[PutOutcome]]":
         """Like `put`, and tells what became of each block. What has not begun at the deadline is dropped.
 
-        owned: of each item, the reservation of `private.room` that its bytes lie in, so that they need not be copied.
+        owned: of each item, the memory of `private.room` that its bytes lie in, so that they need not be copied.
         """
         return self._start_put(items, hints, parts, deadline, list, owned)
 
@@ -356,11 +356,11 @@ class TieredStore:
         parts: int,
         deadline: float | None,
         told: Callable[[list[PutOutcome]], _T],
-        owned: Sequence[Handle | None] = (),
+        owned: Sequence[Received | None] = (),
     ) -> "Future[_T]":
         checked = self._putter.items(items, hints, parts)
         if owned:
-            checked = [item._replace(owned=handle) for item, handle in zip(checked, owned, strict=True)]
+            checked = [item._replace(owned=memory) for item, memory in zip(checked, owned, strict=True)]
         self._pins.expire()
         self._turns.note(self._book.note([ref.key for ref, _ in items], [item.hint for item in checked]))
 

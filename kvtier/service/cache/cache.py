@@ -370,13 +370,13 @@ class Cache:
         stored.add_done_callback(done)
         return told
 
-    def room(self, caller: Caller, ns: str, sizes: Sequence[int]) -> Room | None:
+    def room(self, caller: Caller, ns: str, names: Sequence[tuple[bytes, int]], sizes: Sequence[int]) -> Room | None:
         """Host memory to receive blocks into that are about to be put (`BlockPut.owned`). Scope write.
 
-        None: there is none now; receive them elsewhere.
+        None: there is none now; receive them elsewhere. `names` are chain key and part of each.
         """
-        tenant, _ = self._space(caller, Scope.WRITE, ns)
-        return tenant.rooms.take(sizes)
+        tenant, space = self._space(caller, Scope.WRITE, ns)
+        return tenant.rooms.take(sizes, space.heads(names))
 
     def _moved_in(
         self, tenant: Tenant, space: OpenNamespace, blocks: Sequence[BlockPut], outcomes: Sequence[PutOutcome]

@@ -11,6 +11,7 @@ from kvtier.errors import FormatMismatch
 from kvtier.keys import KEY_SCHEME, STORE_KEY_BYTES, Namespace, namespace_index, store_keys
 from kvtier.layout import GroupKind, LayerGroup, Layout
 from kvtier.service.cache.errors import ServiceError
+from kvtier.tiers import BlockRef, checksum_head
 
 __all__ = [
     "NamespaceInfo",
@@ -26,6 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _LONGEST_TEXT = 1024
 _MOST_PARTS = 4096
 _OPAQUE = b"opaque"
+_RAW = "raw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,16 @@ class OpenNamespace:
     def probes(self, chain: Sequence[bytes]) -> "Sequence[bytes]":
         """As `keys` of all parts, each made when it is looked at: a look-up that gallops looks at few."""
         return _Probes(chain, tuple(int.from_bytes(mask, "little") for mask in self.masks))
+
+    def heads(self, names: Sequence[tuple[bytes, int]]) -> list[bytes | None]:
+        """`tiers.checksum_head` of raw records, by chain key and part; None: there is no such part."""
+        probes = self.probes([key for key, _ in names])
+        return [
+            checksum_head(BlockRef(probes[at * self.parts + part], self.indices[part], -1, None, exact=True), _RAW)
+            if 0 <= part < self.parts
+            else None
+            for at, (_, part) in enumerate(names)
+        ]
 
     def head(self, key: bytes, part: int) -> bytes:
         """The first 16 bytes of the chain key behind a store key of a part."""

@@ -4,7 +4,7 @@ import enum
 from typing import Literal, NamedTuple, TypeAlias
 
 from kvtier.hints import Hint
-from kvtier.tiers import Handle
+from kvtier.store import Received
 
 __all__ = ["BlockPut", "PinInfo", "PrefetchInfo", "PrefetchState", "PutOutcome"]
 
@@ -20,7 +20,7 @@ class BlockPut(NamedTuple):
         exact: whether the bytes, and all KV that they were computed from, are lossless.
         data: raw bytes; they stay as they are until the outcome is there.
         hint: what is known of its future.
-        owned: what `data` lies in, of a `Room`: its memory becomes the block's, without a copy.
+        owned: what `data` lies in, of a `Room`: that memory becomes the block's, without a copy.
     """
 
     key: bytes
@@ -30,7 +30,7 @@ class BlockPut(NamedTuple):
     exact: bool
     data: memoryview
     hint: Hint | None = None
-    owned: Handle | None = None
+    owned: Received | None = None
 
 
 class PutOutcome(enum.StrEnum):

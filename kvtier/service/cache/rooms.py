@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvtier.service.cache.errors import ServiceError
 from kvtier.service.cache.inflight import InFlight
-from kvtier.store import TieredStore
+from kvtier.store import Received, TieredStore
 from kvtier.tiers import Handle
 
 __all__ = ["Room", "Rooms"]
@@ -20,12 +20,27 @@ class Room:
         rooms: where it is from.
         handles: reservations in host.
         views: their memory, writable; not to be touched after a put that had them.
+        heads: what to hash before the bytes of each, for the record's checksum; None: that is not known.
     """
 
-    def __init__(self, rooms: "Rooms", handles: Sequence[Handle], views: Sequence[memoryview]) -> None:
+    def __init__(
+        self,
+        rooms: "Rooms",
+        handles: Sequence[Handle],
+        views: Sequence[memoryview],
+        heads: Sequence[bytes | None],
+    ) -> None:
         self._rooms = rooms
         self.handles = handles
         self.views = views
+        self.heads = heads
+
+    def received(self, checksums: Sequence[bytes]) -> list[Received]:
+        """What lies in it, with xxh3_128(head + bytes) of each; b"" where there was no head."""
+        return [
+            Received(handle, head or b"", checksum)
+            for handle, head, checksum in zip(self.handles, self.heads, checksums, strict=True)
+        ]
 
     def close(self) -> None:
         """Give back what no put took. Idempotent."""
@@ -45,8 +60,8 @@ class Rooms:
         self._store = store
         self._lent = InFlight(quota // _SHARE)
 
-    def take(self, sizes: Sequence[int]) -> Room | None:
-        """A room for blocks of these sizes; None: there is none now."""
+    def take(self, sizes: Sequence[int], heads: Sequence[bytes | None]) -> Room | None:
+        """A room for blocks of these sizes and heads (see `Room`); None: there is none now."""
         nbytes = sum(sizes)
         try:
             self._lent.take(nbytes)
@@ -57,7 +72,7 @@ class Rooms:
             self._lent.give(nbytes)
             return None
         host = self._store.host
-        return Room(self, handles, [host.buffer(handle)[: handle.nbytes] for handle in handles])
+        return Room(self, handles, [host.buffer(handle)[: handle.nbytes] for handle in handles], heads)
 
     def give_back(self, handles: Sequence[Handle]) -> None:
         """End what a room had."""

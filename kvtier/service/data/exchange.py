@@ -68,11 +68,12 @@ class Exchange:
         self.stream.receive(head, self._idle)
         return head
 
-    def body(self, *outs: memoryview) -> None:
-        """Fill `outs`, in order, with what follows of the request's body."""
+    def body(self, *outs: memoryview, heads: Sequence[bytes | None] = ()) -> list[bytes]:
+        """Fill `outs`, in order, with what follows of the request's body; hashes as `Stream.fill` makes them."""
         nbytes = sum([out.nbytes for out in outs])
-        self.stream.fill(outs, self._seconds(nbytes))
+        hashes = self.stream.fill(outs, self._seconds(nbytes), heads)
         self.unread -= nbytes
+        return hashes
 
     def skip(self) -> None:
         """Receive the rest of the body, for nothing."""

@@ -1,6 +1,6 @@
-"""Put and stage: blocks window by window, so that one is received while the one before is copied and checked.
+"""Put and stage: blocks window by window, so that one is received while the one before is stored.
 
-put     socket -> host slot             into memory that becomes the blocks', and is then checksummed; or
+put     socket -> host slot             into memory that becomes the blocks', checksummed as the bytes come; or
         socket -> buffer -> host slot   where host has no room to spare, with copy and checksum in one pass
 stage   staging region -> host slot     likewise; the client may write to its region meanwhile, but what the checksum
                                         covers is what the slot holds
@@ -20,13 +20,14 @@ from kvtier.hints import Hint
 from kvtier.service.cache import BlockPut, PutOutcome, ServiceError
 from kvtier.service.data.exchange import Exchange
 from kvtier.service.data.session import Session
-from kvtier.tiers import Handle
+from kvtier.store import Received
 from kvtier.wire.messages import Asked, Outcomes, Put, Stage, decode, encode
 from kvtier.wire.packing import pack_runs, unpack_keys
 
 __all__ = ["answer_put", "answer_stage"]
 
-_WINDOW_BYTES = 8 << 20
+# To hand one over costs as much as to copy a MiB; two of each connection are lent out.
+_WINDOW_BYTES = 16 << 20
 _UNDER_WAY = 2
 _DIGEST_BYTES = 16
 _GRACE_SECONDS = 5.0
@@ -67,7 +68,7 @@ class _Puts:
         items: Sequence[_Item],
         views: Sequence[memoryview],
         memory: ExitStack,
-        owned: Sequence[Handle | None] | None = None,
+        owned: Sequence[Received | None] = (),
     ) -> None:
         """Begin to store one window; `memory` is closed when its bytes are not needed any more.
 
@@ -89,11 +90,12 @@ class _Puts:
         """Receive one window and begin to store it: in host memory where there is room, else through a buffer."""
         session, sizes = self._session, [item.nbytes for item in items]
         with ExitStack() as memory:
-            room = session.cache.room(session.caller, self._ns, sizes)
+            names = [(item.key, item.part) for item in items]
+            room = session.cache.room(session.caller, self._ns, names, sizes)
             if room is not None:
                 memory.callback(room.close)
-                exchange.body(*room.views)
-                self.put(items, room.views, memory.pop_all(), room.handles)
+                checksums = exchange.body(*room.views, heads=room.heads)
+                self.put(items, room.views, memory.pop_all(), room.received(checksums))
                 return
             buffer = memory.enter_context(session.port.buffers.lend(session.caller.tenant, sum(sizes), _BUFFER_SECONDS))
             exchange.body(buffer)

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 
 from kvtier.cpu import HostTier
 from kvtier.errors import FormatMismatch, LeaseError
+from kvtier.native.receiving import hashed
 from kvtier.service.cache import BlockPut, PutOutcome
-from kvtier.store import TieredStore
+from kvtier.store import Received, TieredStore
 from kvtier.testing.blocks import chain_refs
-from kvtier.tiers import BlockRef, Handle
+from kvtier.tiers import BlockRef, Handle, block_checksum, checksum_head
 
 SIZE = 5000
 PAGES = 8192
@@ -36,7 +37,7 @@ def received(store: TieredStore, *names: str) -> list[Handle]:
 
 def put(store: TieredStore, refs: list[BlockRef], handles: list[Handle]) -> list[str]:
     items = [(ref, store.host.buffer(handle)[:SIZE]) for ref, handle in zip(refs, handles, strict=True)]
-    outcomes = store.put_each(items, owned=handles).result(5)
+    outcomes = store.put_each(items, owned=[Received(handle) for handle in handles]).result(5)
     store.private.give_up(handles)
     return list(outcomes)
 
@@ -59,6 +60,35 @@ def test_the_memory_becomes_the_blocks_without_a_copy(store: TieredStore) -> Non
     store.release(lease)
     stats = store.stats()["host"]
     assert (stats["reservations"], stats["bytes"]) == (0, 3 * PAGES)
+
+
+def test_the_checksum_made_on_the_way_is_the_records_if_its_head_is(store: TieredStore) -> None:
+    refs = chain_refs(4)
+    handles = received(store, "aaaa", "bbbb", "cccc", "dddd")
+    good = [block_checksum(ref, "raw", store.host.buffer(h)[:SIZE]) for ref, h in zip(refs, handles, strict=True)]
+    told = [
+        Received(handles[0], checksum_head(refs[0], "raw"), good[0]),
+        Received(handles[1], checksum_head(refs[0], "raw"), good[0]),  # of another block
+        Received(handles[2]),
+        Received(handles[3], checksum_head(refs[3], "raw"), bytes(16)),  # what came is not what lies there
+    ]
+    items = [(ref, store.host.buffer(handle)[:SIZE]) for ref, handle in zip(refs, handles, strict=True)]
+    assert store.put_each(items, owned=told).result(5) == ["stored"] * 4
+    store.private.give_up(handles)
+    lease = store.acquire([ref.key for ref in refs], "reader").result(5)
+    assert [handle.checksum for _, handle in lease.blocks] == good[:3]
+    store.release(lease)
+    assert store.host.stats()["corrupt"] == 1
+
+
+def test_a_part_that_is_none_has_no_head(tmp_path: Path) -> None:
+    with world(tmp_path) as service, service.client() as client:
+        client.create_namespace("parts", None)
+        room = service.cache.room(service.admin, "parts", [(b"p" * 16, part) for part in (0, 1, -1)], [BLOCK] * 3)
+        assert room is not None
+        assert [head is None for head in room.heads] == [False, True, True]
+        assert [one.checksum for one in room.received(hashed(room.views, room.heads))][1:] == [b""] * 2
+        room.close()
 
 
 def test_what_is_there_already_stays_and_the_room_is_freed(store: TieredStore) -> None:
@@ -136,19 +166,20 @@ def test_a_tenant_lends_a_part_of_its_memory_only(tmp_path: Path) -> None:
         client.create_namespace("rooms", None)
         caller = service.admin
         share = (16 << 20) // 8
-        room = service.cache.room(caller, "rooms", [BLOCK] * (share // BLOCK))
+        count = share // BLOCK
+        room = service.cache.room(caller, "rooms", [(b"r" * 16, 0)] * count, [BLOCK] * count)
         assert room is not None
-        assert service.cache.room(caller, "rooms", [1]) is None
+        assert service.cache.room(caller, "rooms", [(b"s" * 16, 0)], [1]) is None
         keys = chain(20, "beside")
         assert set(client.put_many("rooms", blocks(keys))) == {PutOutcome.STORED}
         room.close()
         room.close()
-        again = service.cache.room(caller, "rooms", [BLOCK])
+        again = service.cache.room(caller, "rooms", [(b"k" * 16, 0)], [BLOCK])
         assert again is not None
         again.views[0][:] = content(keys[0])
-        (outcome,) = service.cache.put(
-            caller, "rooms", [BlockPut(b"k" * 16, 0, None, -1, exact=True, data=again.views[0], owned=again.handles[0])]
-        ).result(5)
+        (owned,) = again.received(hashed(again.views, again.heads))
+        block = BlockPut(b"k" * 16, 0, None, -1, exact=True, data=again.views[0], owned=owned)
+        (outcome,) = service.cache.put(caller, "rooms", [block]).result(5)
         again.close()
         assert outcome == "stored"
         found = client.get("rooms", b"k" * 16)

@@ -373,10 +373,13 @@ def test_bytes_that_arrive_damaged_are_an_error(service: World, monkeypatch: pyt
         assert len(client.get_many("damaged", keys)) == 3
         honest = PlainStream.fill
 
-        def flips(stream: PlainStream, outs: Sequence[memoryview], seconds: float) -> None:
-            honest(stream, outs, seconds)
+        def flips(
+            stream: PlainStream, outs: Sequence[memoryview], seconds: float, heads: Sequence[bytes | None] = ()
+        ) -> list[bytes]:
+            hashes = honest(stream, outs, seconds, heads)
             assert outs[0].nbytes == BLOCK
             outs[0][100] ^= 1
+            return hashes
 
         monkeypatch.setattr(PlainStream, "fill", flips)
         with pytest.raises(WrongDigest, match=keys[0].hex()):
