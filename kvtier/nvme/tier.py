@@ -71,7 +71,7 @@ class NvmeTier:
         CapacityError, ConfigError, TierUnavailable: see `open_directory`.
     """
 
-    caps = TierCaps(variable_size=True, durable=True, shared=True, align=PAGE)
+    caps = TierCaps(variable_size=True, durable=True, shared=True, align=PAGE, metered=True)
 
     def __init__(
         self,
@@ -226,6 +226,14 @@ class NvmeTier:
             "leases": leases,
             "reservations": reservations,
         }
+
+    def ahead(self, bytes_per_day: int) -> float:
+        """See `MeteredTier.ahead`. Kept in the index, in the transactions that commit blocks.
+
+        A process that dies loses what it had not committed; a directory that starts empty forgets the rest too. What
+        processes without a budget write counts as well, once one had a budget.
+        """
+        return self._writer.ahead(bytes_per_day)
 
     def check(self, *, verify: bool = False) -> dict[str, int]:
         """Count pages and what is wrong with them; see `kvtier.nvme.checking`. `verify`: read every block too."""
