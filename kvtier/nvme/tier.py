@@ -135,7 +135,10 @@ class NvmeTier:
         owner: Owner,
         hints: Sequence[Hint] | None = None,
     ) -> list[Reservation]:
-        """See `Tier.reserve`. Of the hints, `reuse = none` and `ttl` count here, priorities do not.
+        """See `Tier.reserve`. Of the hints `reuse = none`, `ttl` and priorities above 1 count here.
+
+        A priority's age counts in what the directory stored and used meanwhile, not in seconds. It holds for 18 hours
+        at most, and for what the block builds on as well; one that is lower waits until it has lapsed.
 
         Raises:
             FormatMismatch: a size, format or key that no record can have.
