@@ -68,7 +68,8 @@ class _Found(NamedTuple):
 
     def only(self, fit: NDArray[np.bool_]) -> "_Found":
         """Those that fit."""
-        return _Found(*(column[fit] for column in self))
+        rows, ages, depths, stamps, slowed, tops = self
+        return _Found(rows[fit], ages[fit], depths[fit], stamps[fit], slowed[fit], tops[fit])
 
 
 def choose(
