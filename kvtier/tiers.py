@@ -38,6 +38,7 @@ __all__ = [
     "Exists",
     "Full",
     "Handle",
+    "MeteredTier",
     "Owner",
     "RegionShare",
     "Reservation",
@@ -98,6 +99,7 @@ class TierCaps:
     shared: other processes may change it. partial_read: can read a range of a block. align: buffers and
     lengths that are multiples of this many bytes move without a copy. remote: to ask it takes round trips of a network.
     probe: seconds that `contains` may take, after which the tier counts as one that gives no answer.
+    metered: counts what is written to it, over processes and restarts: it is a `MeteredTier`.
 
     run: blocks per object, 1 but in remote tiers: [k * run, (k + 1) * run) of one chain by depth, named by the last.
     Where it is more than 1, `reserve`, `write` and `commit` take whole runs, parents first, one after the other; the
@@ -112,6 +114,7 @@ class TierCaps:
     run: int = 1
     remote: bool = False
     probe: float = 0.05
+    metered: bool = False
 
 
 class RegionShare(NamedTuple):
@@ -380,6 +383,17 @@ class AddressableTier(Tier, Protocol):
 
     def regions(self) -> list[RegionShare]:
         """What other processes map to read records in place; never writable."""
+        ...
+
+
+class MeteredTier(Tier, Protocol):
+    """A tier that knows how much all its processes wrote, so that they can share a budget (`TierCaps.metered`)."""
+
+    def ahead(self, bytes_per_day: int) -> float:
+        """By how many bytes what was committed runs ahead of this budget, which accrues evenly, by wall time.
+
+        From the first call on this process's commits count against it.
+        """
         ...
 
 

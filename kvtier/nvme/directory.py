@@ -2,7 +2,7 @@
 
 LOCK              flock held while somebody opens or closes
 META.json         format version, uuid, segment size; boot id of the last opener, clean flag
-index/            LMDB
+index/            LMDB; priorities.bin: see `kvtier.nvme.priorities`
 recency.bin       see `kvtier.nvme.recency`
 seg-00000.kv ...  bytes of blocks
 locks/<uuid>      flock held as long as that writer lives: what a dead one holds is anyone's to reclaim

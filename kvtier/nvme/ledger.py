@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from kvtier.errors import FormatMismatch
 from kvtier.keys import STORE_KEY_BYTES, namespace_digest, namespace_index
 from kvtier.nvme.extents import PAGE, Extent, FreeMap, merged, pages_for
+from kvtier.policies import WriteMeter
 from kvtier.tiers import BlockRef
 
 __all__ = ["DATABASES", "Hold", "Ledger", "Names", "Record", "State"]
@@ -29,6 +30,7 @@ _RECORD = struct.Struct("<I I B B i I I 16s 16s")
 _PARTS = struct.Struct("<5I")
 _HOLD = struct.Struct("<16s B I")
 _STATE = struct.Struct("<5Q")
+_METER = struct.Struct("<3d")
 _PAGE = struct.Struct(">I")
 _ID = struct.Struct("<I")
 _FLAGS_AT = 9
@@ -253,6 +255,18 @@ class Ledger:
         if self.state != self._stored:
             self._stored = self.state
             self.txn.put(b"state", _STATE.pack(*self._stored), db=self._dbs["meta"])
+
+    # ---- bytes written
+
+    @property
+    def meter(self) -> WriteMeter:
+        """What was written, beside the budget of whoever had one last; by `time.time`. Empty where nobody ever had."""
+        packed = self.txn.get(b"meter", db=self._dbs["meta"])
+        return WriteMeter(*_METER.unpack(packed)) if packed else WriteMeter(0.0)
+
+    @meter.setter
+    def meter(self, meter: WriteMeter) -> None:
+        self.txn.put(b"meter", _METER.pack(*meter), db=self._dbs["meta"])
 
     # ---- records
 

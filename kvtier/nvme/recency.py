@@ -1,6 +1,6 @@
 """Recency: one row per record in a memory-mapped array beside the index, shared by all processes.
 
-file   [ header, 4 KiB: magic, uuid, clock, rows, capacity, hand | row 0 | row 1 | ... ]
+file   [ header, 4 KiB: magic, uuid, clock, rows, capacity, hand, prior | row 0 | row 1 | ... ]
 row    stamp u64, first half of the key u64, tag of the parent's key u32, the parent's row u32,
        expires u32 (Unix seconds), depth u16, ttl u16 (seconds)                                         32 bytes
 
@@ -10,6 +10,10 @@ index decides, and stale rows are reused when they are met. Stamps may race; a l
 
 Whoever uses a block also renews its ancestors, so that no row is older than its descendants. The walk stops at the
 first ancestor of the same age, in steps of a few thousandths of the array's span, which bounds its cost.
+
+A priority divides a record's age, which counts in stamps, for as long as it holds. Those rows lie in a file of their
+own, which nobody looks at unless a priority holds somewhere: `prior` says until when. What a record has its ancestors
+have too, so that none of them seems older.
 """
 
 import mmap
@@ -24,6 +28,7 @@ from numpy.typing import NDArray
 
 from kvtier.hints import Hint
 from kvtier.nvme.ledger import Ledger, Record
+from kvtier.nvme.priorities import Aging, Priorities, counts, cover, give
 from kvtier.nvme.victims import NO_ROW, OLDEST, ROW, Victim, choose
 from kvtier.tiers import BlockRef
 
@@ -35,7 +40,15 @@ HEAD_BYTES = 8
 _MAGIC = b"kvtrcy02"
 _HEADER_BYTES = 4096
 _HEADER = np.dtype(
-    [("magic", "S8"), ("uuid", "S16"), ("clock", "<u8"), ("rows", "<u8"), ("capacity", "<u8"), ("hand", "<u8")]
+    [
+        ("magic", "S8"),
+        ("uuid", "S16"),
+        ("clock", "<u8"),
+        ("rows", "<u8"),
+        ("capacity", "<u8"),
+        ("hand", "<u8"),
+        ("prior", "<u8"),
+    ]
 )
 _GROWTH = 65536
 _REMEMBERED = 65536
@@ -69,6 +82,7 @@ class Recency:
         self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._header: NDArray[np.void]
         self._rows: NDArray[np.void]
+        self._priorities = Priorities(path.parent / "index" / "priorities.bin")
         self._stale: dict[int, None] = {}
         self._probed = self._takes = 0
         try:
@@ -76,6 +90,7 @@ class Recency:
             if self.fresh and writable:
                 os.ftruncate(self._fd, 0)
                 os.posix_fallocate(self._fd, 0, _HEADER_BYTES)
+                self._priorities.clear()
             self._map(empty=self.fresh and not writable)
         except BaseException:
             os.close(self._fd)
@@ -138,6 +153,7 @@ class Recency:
             for row in chosen.tolist() if uneven else chosen[:1].tolist():
                 if current["ttl"][row] != _DEAD:
                     self._raise(current, row, now)
+            self._prolong(current, chosen)
 
     def touch(self, row: int) -> int:
         """This record and its ancestors are about to be built upon; returns the instant."""
@@ -228,8 +244,7 @@ class Recency:
             rows: from `take`.
             refs: parents before children.
             hints: one per record. `reuse = none` makes it the oldest, whatever uses it, until it has a child that
-                is not; `ttl` counts from its last use. Priorities do not count: what is on NVMe is not read again
-                soon, and a weighted age would cost every row another number.
+                is not; `ttl` counts from its last use, and so does `priority_ttl`. A priority below 1 counts as 1.
         """
         if not rows:
             return
@@ -257,9 +272,16 @@ class Recency:
         for row, ref, ttl in zip(rows, refs, ttls, strict=True):
             if ttl != _DEAD and ref.parent is not None and (uneven or ref.parent not in own):
                 self._raise(current, row, now)
+        held = self._held()
+        if held is not None:
+            held[np.asarray(rows, np.int64)] = 0  # what the rows were before had this
+        self._prefer(current, list(zip(rows, hints, strict=True)))
 
     def hint(self, rows: Sequence[int], hints: Sequence[Hint]) -> None:
-        """Take new hints for records. What has a live child outside of these rows keeps its age."""
+        """Take new hints for records. What has a live child outside of these rows keeps its age.
+
+        A priority that is lower than one that holds waits until that has lapsed: others may build upon the record.
+        """
         current = self._current()
         pairs = [(row, hint) for row, hint in zip(rows, hints, strict=True) if row < len(current)]
         dead = np.array([row for row, hint in pairs if _ttl(hint) == _DEAD], np.int64)
@@ -270,6 +292,50 @@ class Recency:
             current["expires"][chosen] = _expiries(current["ttl"][chosen])
         if len(dead):
             current["stamp"][_childless(current, dead)] = OLDEST
+        self._prefer(current, pairs)
+
+    def _held(self) -> NDArray[np.void] | None:
+        """The rows of priorities; None where none holds now, or the disk has no room for them."""
+        if int(self._header["prior"][0]) <= time.time():
+            return None
+        return self._priorities.rows(int(self._header["capacity"][0]))
+
+    def _prefer(self, current: NDArray[np.void], pairs: Sequence[tuple[int, Hint | None]]) -> None:
+        """Let the priorities of these rows hold from now on, for their ancestors too."""
+        chosen = [(row, hint) for row, hint in pairs if hint is not None and counts(hint)]
+        held = self._priorities.rows(int(self._header["capacity"][0])) if chosen else None
+        if held is None:
+            return
+        now = int(time.time())
+        ends = [give(held, row, hint, now) for row, hint in chosen]
+        self._header["prior"] = max(int(self._header["prior"][0]), *ends)
+        for row, _ in chosen:
+            self._lift(current, held, row, now)
+
+    def _prolong(self, current: NDArray[np.void], rows: NDArray[np.int64]) -> None:
+        """These rows were used: their priorities hold for longer."""
+        held = self._held()
+        if held is None:
+            return
+        now = int(time.time())
+        mine = rows[held["until"][rows] > now]
+        if len(mine):
+            held["until"][mine] = now + held["seconds"][mine].astype(np.uint32)
+            self._header["prior"] = max(int(self._header["prior"][0]), int(held["until"][mine].max()))
+            self._lift(current, held, int(mine[0]), now)
+
+    @staticmethod
+    def _lift(current: NDArray[np.void], held: NDArray[np.void], row: int, now: int) -> None:
+        """Let the ancestors of a row with a priority have it at least as high, for as long."""
+        until, seconds, weight = held[row].item()
+        while current["parent"][row]:
+            above = int(current["parent_row"][row])
+            if above >= len(current) or int(current["key"][above]) & 0xFFFFFFFF != current["parent"][row]:
+                return
+            if held["until"][above] >= until and held["weight"][above] >= weight:
+                return
+            cover(held, above, (until, seconds, weight), now)
+            row = above
 
     def restore(self, ledger: Ledger, batch: Sequence[tuple[bytes, Record]]) -> None:
         """Enter records into the rows that the index gives them, in a file that was made anew."""
@@ -316,7 +382,9 @@ class Recency:
         current = self._current()
         hand = int(self._header["hand"][0])
         shift = self._shift(len(current))
-        found, hand = choose(current, count, np.fromiter(spared, np.int64), before, shift, hand)
+        held = self._held()
+        aging = None if held is None else Aging(held, int(self._header["clock"][0]), int(time.time()))
+        found, hand = choose(current, count, np.fromiter(spared, np.int64), before, shift, hand, aging)
         self._header["hand"] = hand
         return [victim for victim in found if victim.stamp or victim.row not in self._stale]
 
@@ -360,6 +428,7 @@ class Recency:
     def close(self) -> None:
         """Let go of the file. The mapping goes with the last array on it."""
         os.close(self._fd)
+        self._priorities.close()
         del self._header, self._rows
 
 

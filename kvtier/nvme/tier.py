@@ -71,7 +71,7 @@ class NvmeTier:
         CapacityError, ConfigError, TierUnavailable: see `open_directory`.
     """
 
-    caps = TierCaps(variable_size=True, durable=True, shared=True, align=PAGE)
+    caps = TierCaps(variable_size=True, durable=True, shared=True, align=PAGE, metered=True)
 
     def __init__(
         self,
@@ -135,7 +135,10 @@ class NvmeTier:
         owner: Owner,
         hints: Sequence[Hint] | None = None,
     ) -> list[Reservation]:
-        """See `Tier.reserve`. Of the hints, `reuse = none` and `ttl` count here, priorities do not.
+        """See `Tier.reserve`. Of the hints `reuse = none`, `ttl` and priorities above 1 count here.
+
+        A priority's age counts in what the directory stored and used meanwhile, not in seconds. It holds for 18 hours
+        at most, and for what the block builds on as well; one that is lower waits until it has lapsed.
 
         Raises:
             FormatMismatch: a size, format or key that no record can have.
@@ -226,6 +229,14 @@ class NvmeTier:
             "leases": leases,
             "reservations": reservations,
         }
+
+    def ahead(self, bytes_per_day: int) -> float:
+        """See `MeteredTier.ahead`. Kept in the index, in the transactions that commit blocks.
+
+        A process that dies loses what it had not committed; a directory that starts empty forgets the rest too. What
+        processes without a budget write counts as well, once one had a budget.
+        """
+        return self._writer.ahead(bytes_per_day)
 
     def check(self, *, verify: bool = False) -> dict[str, int]:
         """Count pages and what is wrong with them; see `kvtier.nvme.checking`. `verify`: read every block too."""

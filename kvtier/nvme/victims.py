@@ -4,6 +4,8 @@ A hand goes round the array, a window of rows at a time. Up to one window of row
 and deepest first among equals. In a larger array, a block is old if it is older than nearly all of a sample of a
 few thousand rows; where the hand finds too few of those, it leaps to where the sample has them.
 
+A priority makes a block count as younger than its stamp says, here and in the sample.
+
 Before all others go blocks with an ancestor that is gone: nobody can reach them. They are found where the hand passes.
 """
 
@@ -12,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvtier.nvme.priorities import Aging
 
 __all__ = ["NO_ROW", "OLDEST", "ROW", "Victim", "choose"]
 
@@ -51,21 +55,31 @@ class Victim(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Candidates of one window: rows, their ages (0: orphans), depths, stamps and tops (-1: none)."""
+    """Candidates of one window: rows, ages (0: orphans), depths, stamps, those that priorities make of them, and tops
+    (-1: none).
+    """
 
     rows: NDArray[np.int64]
     ages: NDArray[np.uint64]
     depths: NDArray[np.uint16]
     stamps: NDArray[np.uint64]
+    slowed: NDArray[np.uint64]
     tops: NDArray[np.int64]
 
     def only(self, fit: NDArray[np.bool_]) -> "_Found":
         """Those that fit."""
-        return _Found(self.rows[fit], self.ages[fit], self.depths[fit], self.stamps[fit], self.tops[fit])
+        rows, ages, depths, stamps, slowed, tops = self
+        return _Found(rows[fit], ages[fit], depths[fit], stamps[fit], slowed[fit], tops[fit])
 
 
 def choose(
-    rows: NDArray[np.void], count: int, spared: NDArray[np.int64], before: int, shift: int, hand: int
+    rows: NDArray[np.void],
+    count: int,
+    spared: NDArray[np.int64],
+    before: int,
+    shift: int,
+    hand: int,
+    aging: Aging | None = None,
 ) -> tuple[list[Victim], int]:
     """About `count` victims, rows that look stale before them and beyond the count; and where the hand is now.
 
@@ -76,16 +90,17 @@ def choose(
         before: nor what was used at this instant or later.
         shift: low bits of a stamp that do not count as age.
         hand: where to begin.
+        aging: which rows age slowly, if any.
     """
     if len(rows) <= _WINDOW:
         starts, bound = [0], int(_NEVER) - 1
     else:
-        starts, bound = _route(rows, before, hand)
+        starts, bound = _route(rows, before, hand, aging)
     found: list[_Found] = []
     total = 0
     for start in starts:
-        window = _look(rows, start, spared, before, shift)
-        fit = (window.stamps <= bound) | (window.ages <= OLDEST)
+        window = _look(rows, start, spared, before, shift, aging)
+        fit = (window.slowed <= bound) | (window.ages <= OLDEST)
         found.append(window.only(fit))
         total += int(np.count_nonzero(found[-1].stamps))
         if total >= count and len(rows) > _WINDOW:
@@ -114,17 +129,19 @@ def _joined(found: list[_Found]) -> _Found:
         np.concatenate([one.ages for one in found]),
         np.concatenate([one.depths for one in found]),
         np.concatenate([one.stamps for one in found]),
+        np.concatenate([one.slowed for one in found]),
         np.concatenate([one.tops for one in found]),
     )
 
 
-def _route(rows: NDArray[np.void], before: int, hand: int) -> tuple[list[int], int]:
+def _route(rows: NDArray[np.void], before: int, hand: int, aging: Aging | None) -> tuple[list[int], int]:
     """Where to look, and up to which stamp a block is old."""
     stride = len(rows) // _SAMPLE
     at = np.arange(hand % stride, len(rows), stride)
     stamps = rows["stamp"][at]
     usable = (stamps > 0) & (stamps < before)
     at, stamps = at[usable], stamps[usable]
+    stamps = stamps if aging is None else aging.slowed(stamps, at)
     hand = hand % len(rows) // _WINDOW * _WINDOW
     if not len(at):
         return [hand], before
@@ -135,11 +152,14 @@ def _route(rows: NDArray[np.void], before: int, hand: int) -> tuple[list[int], i
     return [hand, *leaps[:_LEAPS]], bound
 
 
-def _look(rows: NDArray[np.void], start: int, spared: NDArray[np.int64], before: int, shift: int) -> _Found:
+def _look(
+    rows: NDArray[np.void], start: int, spared: NDArray[np.int64], before: int, shift: int, aging: Aging | None
+) -> _Found:
     """All rows of the window from `start` on that may go."""
     window = rows[start : start + _WINDOW]
     stamps = window["stamp"].copy()
-    ages = stamps >> np.uint64(shift)
+    slowed = stamps if aging is None else aging.slowed(stamps, slice(start, start + len(window)))
+    ages = slowed >> np.uint64(shift)
     # No row is the oldest but by a hint; stamps of the first instants, in a large array, have no age either.
     ages = np.maximum(ages, OLDEST)
     ages[stamps == OLDEST] = OLDEST
@@ -152,7 +172,7 @@ def _look(rows: NDArray[np.void], start: int, spared: NDArray[np.int64], before:
     inside = spared[(spared >= start) & (spared < start + len(window))] - start
     keep[inside] = True
     at = np.flatnonzero(~keep)
-    return _Found(at + start, ages[at], window["depth"][at], stamps[at], tops[at])
+    return _Found(at + start, ages[at], window["depth"][at], stamps[at], slowed[at], tops[at])
 
 
 def _tops(

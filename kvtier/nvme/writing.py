@@ -16,7 +16,7 @@ from kvtier.nvme.extents import PAGE, Extent, merged, pages_for
 from kvtier.nvme.grouping import GroupCommit
 from kvtier.nvme.holds import NvmeHandle, Rank, record_rank
 from kvtier.nvme.io import BlockIO, transfers
-from kvtier.nvme.ledger import Record
+from kvtier.nvme.ledger import Ledger, Record
 from kvtier.nvme.opening import Opened
 from kvtier.nvme.segments import Late
 from kvtier.nvme.space import Change, Placed
@@ -77,6 +77,7 @@ class Writer:
         self._counts = counts
         self._durable = durable
         self._group = GroupCommit(self._commit)
+        self._per_day = 0.0
 
     def reserve(
         self,
@@ -269,7 +270,29 @@ class Writer:
             ledger.insert(key, record)
         change.stored = [handle.ref for handle in stored]
         self._recency.fill(ledger, rows, change.stored, [handle.hint for handle in stored])
+        self._charge(ledger, sum(handle.nbytes for handle in reserved))
         return stored
+
+    def _charge(self, ledger: Ledger, nbytes: int) -> None:
+        """Count bytes written against the directory's budget, if any process ever had one."""
+        meter = ledger.meter
+        per_day = self._per_day or meter.per_day
+        if per_day:
+            ledger.meter = meter._replace(per_day=per_day).charged(nbytes, time.time())
+
+    def ahead(self, bytes_per_day: int) -> float:
+        """See `MeteredTier.ahead`."""
+        self._holds.require_open()
+        self._per_day = float(bytes_per_day)
+        with self._index.read() as ledger:
+            meter = ledger.meter._replace(per_day=self._per_day)
+        # Not before: what another process wrote meanwhile is no clock that was set back.
+        now = time.time()
+        if now < meter.since:
+            # It was: until somebody says so, nothing accrues, and if nothing may be written nobody does.
+            with self._index.write() as ledger:
+                self._charge(ledger, 0)
+        return meter.at(now).ahead
 
     def abort(self, handles: Sequence[Handle]) -> None:
         """See `Tier.abort`. After `close`, which ended all reservations, nothing happens."""

@@ -2,16 +2,42 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvtier.errors import CapacityError
 from kvtier.hints import Hint
 from kvtier.policies.ghosts import GhostList
 
-__all__ = ["AdmissionPolicy", "AlwaysAdmit", "BudgetedAdmission", "SecondTouch"]
+__all__ = ["AdmissionPolicy", "AlwaysAdmit", "BudgetedAdmission", "SecondTouch", "WriteMeter"]
 
 _DAY = 86_400.0
 _REMEMBERED = 1 << 18
+_MOST_DAYS = 2
+
+
+class WriteMeter(NamedTuple):
+    """Bytes written that run ahead of a budget, which accrues evenly; nobody saves up what he does not write.
+
+    per_day: the budget in bytes. ahead: bytes at the time `since`, in seconds.
+    """
+
+    per_day: float
+    ahead: float = 0.0
+    since: float = 0.0
+
+    def at(self, now: float) -> "WriteMeter":
+        """The meter after nothing was written up to `now`.
+
+        A clock that was set back starts anew from there. More than two days' budget is never owed, so that a budget
+        that was lowered, or that somebody did not keep to, stops nobody for longer.
+        """
+        accrued = self.per_day * max(now - self.since, 0.0) / _DAY
+        return WriteMeter(self.per_day, max(min(self.ahead, _MOST_DAYS * self.per_day) - accrued, 0.0), now)
+
+    def charged(self, nbytes: float, now: float) -> "WriteMeter":
+        """The meter after so many bytes were written at `now`."""
+        meter = self.at(now)
+        return meter._replace(ahead=meter.ahead + nbytes)
 
 
 class AdmissionPolicy(Protocol):
@@ -68,31 +94,41 @@ class BudgetedAdmission:
     day's before nothing at all is admitted; so no 24 hours see more than twice the budget, and on average a day sees
     no more than the budget. What has no reuse is never written.
 
+    With `ahead`, others write against the same budget: what they are about to write, and so cannot be known here, may
+    come on top, and is made up for.
+
     Args:
         bytes_per_day: the budget.
         clock: seconds.
         capacity: keys that the second touch remembers.
+        ahead: by how many bytes those written, here and elsewhere, run ahead of the budget, and those admitted here
+            that are still to be written with them; asked once per batch. None: what is admitted counts as written.
 
     Raises:
         CapacityError: no byte, or no key.
     """
 
     def __init__(
-        self, bytes_per_day: int, clock: Callable[[], float] = time.monotonic, *, capacity: int = _REMEMBERED
+        self,
+        bytes_per_day: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        capacity: int = _REMEMBERED,
+        ahead: Callable[[], float] | None = None,
     ) -> None:
         if bytes_per_day < 1:
             raise CapacityError(f"write budget of {bytes_per_day} bytes per day: expected at least one")
         self._budget = bytes_per_day
         self._clock = clock
         self._second_touch = SecondTouch(capacity)
-        self._since = clock()
-        self._ahead = 0.0
+        self._counted = ahead
+        self._meter = WriteMeter(bytes_per_day, 0.0 if ahead is None else ahead(), clock())
         self.written = 0
 
     @property
     def ahead_bytes(self) -> float:
-        """By how much the bytes written run ahead of the budget that has accrued."""
-        return max(self._ahead - self._budget * (self._clock() - self._since) / _DAY, 0.0)
+        """By how much the bytes written run ahead of the budget that has accrued, as far as the last batch knew."""
+        return self._meter.at(self._clock()).ahead
 
     @property
     def tight(self) -> bool:
@@ -101,14 +137,16 @@ class BudgetedAdmission:
 
     def admit(self, keys: Sequence[bytes], nbytes: Sequence[int], hints: Sequence[Hint]) -> list[bool]:
         """See `AdmissionPolicy.admit`."""
-        self._ahead, self._since = self.ahead_bytes, self._clock()
+        now = self._clock()
+        ahead = self._meter.at(now).ahead if self._counted is None else self._counted()
         touched_twice = self._second_touch.admit(keys, nbytes, hints)
         verdicts = []
         for size, hint, again in zip(nbytes, hints, touched_twice, strict=True):
-            loose = self._ahead <= self._budget / 24 and hint.reuse != "none"
-            verdict = (loose or again) and self._ahead + size <= self._budget
+            loose = ahead <= self._budget / 24 and hint.reuse != "none"
+            verdict = (loose or again) and ahead + size <= self._budget
             if verdict:
-                self._ahead += size
+                ahead += size
                 self.written += size
             verdicts.append(verdict)
+        self._meter = WriteMeter(self._budget, ahead, now)
         return verdicts

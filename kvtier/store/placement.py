@@ -5,12 +5,15 @@ leave          when they are among the coldest tenth (and 4,096 blocks) of a hos
 second_touch   when they are put or found a second time
 
 A write budget admits by second touch while the day's bytes run ahead of the day, whatever the rule. Bytes to a remote
-tier do not count: it has no medium of ours to wear out, and has most of what it is asked to take.
+tier do not count: it has no medium of ours to wear out, and has most of what it is asked to take. A tier that is
+metered counts what reached it from all processes; for others the store counts what it admits, from its start on.
 """
 
+import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, cast
 
 from kvtier.hints import NO_HINT, Hint
 from kvtier.metrics import Metrics
@@ -21,7 +24,7 @@ from kvtier.store.lanes import Lane
 from kvtier.store.options import StoreOptions, WriteRule
 from kvtier.store.port import Port
 from kvtier.store.runs import whole_runs
-from kvtier.tiers import OWN_WORK, BlockRef, Handle, completes_run
+from kvtier.tiers import OWN_WORK, BlockRef, Handle, MeteredTier, completes_run
 
 __all__ = ["Placed", "Placement"]
 
@@ -64,7 +67,7 @@ class Placement:
         self._gate = gate
         self._demoters = tuple(demoters)
         self._rule: WriteRule = options.write_rule
-        self._budget = None if options.write_budget is None else BudgetedAdmission(options.write_budget, clock)
+        self._budget = None if options.write_budget is None else self._budgeted(options.write_budget, clock)
         self._admission: AdmissionPolicy = self._budget or AlwaysAdmit()
         if self._rule == "second_touch":
             self._admission = SecondTouch(_REMEMBERED)
@@ -77,6 +80,18 @@ class Placement:
         self._arrivals = 0
         self._next_look = 0
         self._announce()
+
+    def _budgeted(self, per_day: int, clock: Callable[[], float]) -> BudgetedAdmission:
+        metered = [demoter for demoter in self._demoters if demoter.port.tier.caps.metered]
+
+        def ahead() -> float:
+            # What is on its way is in no meter so far. A tier whose meter cannot be read is written nothing.
+            return max(
+                demoter.waiting_bytes + demoter.port.attempt("meter", partial(_ahead, demoter, per_day), math.inf)
+                for demoter in metered
+            )
+
+        return BudgetedAdmission(per_day, clock, capacity=_REMEMBERED, ahead=ahead if metered else None)
 
     @property
     def rule(self) -> WriteRule:
@@ -262,6 +277,11 @@ class Placement:
         """Write what waits; returns the ports of tiers that hang. Idempotent."""
         self._lane.close(timeout)
         return [demoter.port for demoter in self._demoters if not demoter.close()]
+
+
+def _ahead(demoter: Demoter, per_day: int) -> float:
+    """By how many bytes a metered tier runs ahead of the budget."""
+    return cast("MeteredTier", demoter.port.tier).ahead(per_day)
 
 
 def _wears(demoter: Demoter) -> bool:

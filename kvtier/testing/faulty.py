@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 from weakref import WeakSet
 
 import numpy as np
@@ -30,6 +31,7 @@ from kvtier.tiers import (
     Done,
     Full,
     Handle,
+    MeteredTier,
     Owner,
     RegionShare,
     Reservation,
@@ -261,6 +263,10 @@ class FaultyTier:
         """See `Tier.stats`."""
         self._maybe_hang(self._strike("stats"))
         return self._inner.stats()
+
+    def ahead(self, bytes_per_day: int) -> float:
+        """See `MeteredTier.ahead`; only if the other tier is one. Never fails."""
+        return cast("MeteredTier", self._inner).ahead(bytes_per_day)
 
     def flush(self) -> None:
         """See `Tier.flush`."""

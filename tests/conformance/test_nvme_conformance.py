@@ -17,7 +17,6 @@ class TestNvmeTier(TierSuite):
     capacity_blocks = 128
     eviction_slack = 32
     eager_closure = False
-    honours_priority = False
     options = NvmeOptions(segment_bytes=1 << 20, min_free_bytes=0)
 
     @pytest.fixture(autouse=True)

@@ -27,7 +27,6 @@ class TestFaultyNvme(TierSuite):
     capacity_blocks = 128
     eviction_slack = 32
     eager_closure = False
-    honours_priority = False
 
     @pytest.fixture(autouse=True)
     def _directory(self, tmp_path: Path) -> None:
