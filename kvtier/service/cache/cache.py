@@ -302,12 +302,8 @@ class Cache:
 
         def start() -> "Future[Reading]":
             tenant, space = self._space(caller, Scope.READ, ns)
-            chosen = tuple(range(space.parts)) if parts is None else tuple(parts)
+            chosen = space.chosen(parts)
             self._check(keys, len(chosen))
-            if not chosen or len(set(chosen)) < len(chosen):
-                raise ServiceError("invalid", f"parts {list(chosen)}: expected at least one, and each once")
-            if not set(chosen) <= set(range(space.parts)):
-                raise ServiceError("unknown_block", f"parts {list(chosen)}: the namespace has 0..{space.parts - 1}")
             most, until = self.settings.max_batch, self._until(deadline)
             request = ReadRequest(space, list(keys), chosen, _CLIENT + owner, lossy, each, until, most, depth, checked)
             future = tenant.read(request)

@@ -173,6 +173,19 @@ class OpenNamespace:
         """As `keys` of all parts, each made when it is looked at: a look-up that gallops looks at few."""
         return _Probes(chain, tuple(int.from_bytes(mask, "little") for mask in self.masks))
 
+    def chosen(self, parts: Sequence[int] | None) -> tuple[int, ...]:
+        """Which parts are meant; None: all.
+
+        Raises:
+            ServiceError: invalid: none, or one of them twice; unknown_block: no such part.
+        """
+        chosen = tuple(range(self.parts)) if parts is None else tuple(parts)
+        if not chosen or len(set(chosen)) < len(chosen):
+            raise ServiceError("invalid", f"parts {list(chosen)}: expected at least one, and each once")
+        if not set(chosen) <= set(range(self.parts)):
+            raise ServiceError("unknown_block", f"parts {list(chosen)}: the namespace has 0..{self.parts - 1}")
+        return chosen
+
     def heads(self, names: Sequence[tuple[bytes, int]]) -> list[bytes | None]:
         """`tiers.checksum_head` of raw records, by chain key and part; None: there is no such part."""
         probes = self.probes([key for key, _ in names])
