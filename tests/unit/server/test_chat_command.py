@@ -18,7 +18,7 @@ GREEDY = ("--temperature", "0", "--max-tokens", "8")
 
 
 @pytest.fixture
-def talk(monkeypatch, capsys, pristine_log):
+def talk(monkeypatch, capsys):
     def run(lines, *arguments):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         code = main(["chat", *arguments])
