@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import uvicorn
-from events_world import until
+from patience import until
 
 from kvtier.config import RouterSettings
 from kvtier.http.listening import listen

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import until
 from tiny_model import tiny_model
 
 from kvtier import AsyncLLM, api
@@ -82,10 +83,3 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, llm: AsyncLLM, seconds: float) ->
         return forward(*arguments)
 
     monkeypatch.setattr(llm.model.model, "forward", slowly)
-
-
-def until(condition: Any, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)

@@ -8,11 +8,12 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, Self
 
 import numpy as np
 import pytest
+from patience import until
 
 from kvtier.config import RemoteSettings
 from kvtier.cpu import HostTier
@@ -116,7 +117,7 @@ class World:
     def assert_recovers(self, seed: int) -> None:
         """Blocks go down and come back again."""
         refs = chain_refs(CHAIN, seed=seed)
-        eventually(lambda: self._round_trip(refs), "the remote tier does not come back")
+        until(lambda: self._round_trip(refs), "the remote tier does not come back")
 
     def _round_trip(self, refs: Sequence[BlockRef]) -> bool:
         self.store.delete([ref.key for ref in refs])
@@ -159,14 +160,7 @@ class Load:
     def goes_on(self, rounds: int = 6) -> None:
         """So many more rounds end, whatever the server does."""
         target = self.rounds + rounds
-        eventually(lambda: self.rounds >= target or self._errors, "the load stands still")
-
-
-def eventually(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
+        until(lambda: self.rounds >= target or self._errors, "the load stands still")
 
 
 class RemoteFaultSuite:
@@ -188,7 +182,7 @@ class RemoteFaultSuite:
             load.goes_on(2 * CHAINS)
             world.rig.kill()
             load.goes_on()
-            eventually(lambda: world.met("refused"), "nobody noticed")
+            until(lambda: world.met("refused"), "nobody noticed")
             world.rig.start()
             load.goes_on()
         world.assert_recovers(100)
@@ -202,9 +196,7 @@ class RemoteFaultSuite:
             world.rig.freeze()
             trips = world.metrics.value("breaker_trips_total", tier="remote")
             load.goes_on()
-            eventually(
-                lambda: world.metrics.value("breaker_trips_total", tier="remote") > trips, "the breaker did not open"
-            )
+            until(lambda: world.metrics.value("breaker_trips_total", tier="remote") > trips, "the breaker did not open")
             # Skipped: host alone serves, as fast as if there were no other tier.
             start = time.monotonic()
             load.goes_on(3)
@@ -261,7 +253,7 @@ class RemoteFaultSuite:
             for _ in range(3):
                 world.rig.corrupt()
                 load.goes_on()
-            eventually(lambda: world.met("corrupt"), "nobody read what was damaged")
+            until(lambda: world.met("corrupt"), "nobody read what was damaged")
         world.assert_recovers(100)
         assert world.slowest < 2 * PATIENCE + SLACK
         world.assert_nothing_is_held()

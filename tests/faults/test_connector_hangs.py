@@ -19,8 +19,8 @@ from connector_world import (
     save,
     settle,
     step,
-    until,
 )
+from patience import until
 
 from kvtier.connector import ConnectorOptions, TierScheduler
 from kvtier.cpu import HostTier, StagingRegion

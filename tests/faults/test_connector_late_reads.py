@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from connector_world import BLOCK_BYTES, NAMESPACE, SIZE, Request, answer, finish, holds_nothing, step, until
+from connector_world import BLOCK_BYTES, NAMESPACE, SIZE, Request, answer, finish, holds_nothing, step
+from patience import until
 
 from kvtier.connector import ConnectorOptions, TierScheduler
 from kvtier.cpu import HostTier, StagingRegion

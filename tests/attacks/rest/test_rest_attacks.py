@@ -11,6 +11,7 @@ import struct
 import time
 
 import pytest
+from patience import until
 from rest_world import (
     KEYS,
     LAYOUT,
@@ -24,7 +25,6 @@ from rest_world import (
     read_all,
     running,
     stream,
-    until,
 )
 
 from kvtier.service.cache import Scope, Tokens

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import zmq
-from events_world import View, until
+from events_world import View
+from patience import until
 from prometheus_client import CollectorRegistry
 
 from kvtier.errors import ConfigError

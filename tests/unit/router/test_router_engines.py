@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from events_world import until
+from patience import until
 from router_world import RunningRouter
 
 from kvtier.router.fleet import Address

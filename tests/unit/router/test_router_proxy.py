@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from events_world import until
+from patience import until
 from router_world import RunningRouter
 from starlette.applications import Starlette
 from starlette.requests import Request

@@ -8,7 +8,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from server_world import RunningServer, slow_down, tiny_llm, until
+from patience import until
+from server_world import RunningServer, slow_down, tiny_llm
 
 from kvtier import api
 from kvtier.cli import main
@@ -103,7 +104,7 @@ def test_who_stops_listening_stops_the_answer(monkeypatch):
         assert next(answer)
         assert llm.stats().running == 1
         answer.close()
-        until(lambda: llm.stats().running == 0, seconds=2)
+        until(lambda: llm.stats().running == 0)
         assert partner.turn is None
     finally:
         partner.close()

@@ -9,7 +9,8 @@ from contextlib import suppress
 import httpx
 import openai
 import pytest
-from server_world import RunningServer, slow_down, tiny_llm, until
+from patience import until
+from server_world import RunningServer, slow_down, tiny_llm
 from tiny_model import TinyModel
 
 from kvtier import SamplingParams

@@ -5,7 +5,8 @@ import threading
 import time
 
 import pytest
-from cache_world import BLOCK, OPAQUE, OWNER, blocks, caller, chain, data, open_cache, put, read, tenants_file, until
+from cache_world import BLOCK, OPAQUE, OWNER, blocks, caller, chain, data, open_cache, put, read, tenants_file
+from patience import until
 
 from kvtier.service.cache import LOCAL, PROCESS, PutOutcome, ServiceError
 

@@ -3,7 +3,8 @@
 import random
 import threading
 
-from cache_world import OPAQUE, blocks, caller, chain, data, open_cache, tenants_file, until
+from cache_world import OPAQUE, blocks, caller, chain, data, open_cache, tenants_file
+from patience import until
 
 from kvtier.errors import LeaseError
 from kvtier.hints import RequestHints

@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 import xxhash
-from cache_world import BLOCK, LAYOUT, OPAQUE, OWNER, blocks, caller, chain, data, open_cache, put, read, until
+from cache_world import BLOCK, LAYOUT, OPAQUE, OWNER, blocks, caller, chain, data, open_cache, put, read
+from patience import until
 
 from kvtier.errors import LeaseError
 from kvtier.hints import Hint, RequestHints

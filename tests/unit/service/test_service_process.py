@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import trustme
-from cache_world import OPAQUE, blocks, chain, config_of, data, open_cache, until
+from cache_world import OPAQUE, blocks, chain, config_of, data, open_cache
+from patience import until
 
 from kvtier.cli import main
 from kvtier.config import load_config
@@ -108,7 +109,7 @@ class Service:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
-            until(lambda: self.said("listening") or self.process.poll() is not None, 60)
+            until(lambda: self.said("listening") or self.process.poll() is not None)
             assert self.process.poll() is None, self.lines
         except BaseException:
             self.end()

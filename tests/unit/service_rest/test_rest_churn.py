@@ -6,7 +6,8 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from rest_world import KEYS, block, digest, error_of, read_all, running, until
+from patience import until
+from rest_world import KEYS, block, digest, error_of, read_all, running
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ import socket
 from contextlib import contextmanager
 
 import pytest
-from rest_world import KEYS, chain, error_of, put_stream, running, stream, until
+from patience import until
+from rest_world import KEYS, chain, error_of, put_stream, running, stream
 
 from kvtier.service.cache import Scope, Tokens
 
