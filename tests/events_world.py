@@ -4,6 +4,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from patience import PATIENCE
+
 from kvtier.events.frames import BlockEvent, BlocksCleared, BlockStored
 
 
@@ -17,7 +19,7 @@ class View:
         self.gate.set()
 
     def apply(self, events: Sequence[BlockEvent]) -> None:
-        self.gate.wait(30)
+        self.gate.wait(PATIENCE)
         for event in events:
             if isinstance(event, BlocksCleared):
                 self.media.clear()

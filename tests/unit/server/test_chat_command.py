@@ -97,14 +97,14 @@ def test_what_is_wrong_is_said(talk, server, monkeypatch):
 
 def test_who_stops_listening_stops_the_answer(monkeypatch):
     llm = tiny_llm(monkeypatch)
-    slow_down(monkeypatch, llm, 0.02)
+    slow_down(monkeypatch, llm)
     partner = LocalPartner(llm, "tiny", Style(max_tokens=200, temperature=0.0, seed=None))
     try:
         answer = partner.answer([{"role": "user", "content": "hi"}])
         assert next(answer)
         assert llm.stats().running == 1
         answer.close()
-        until(lambda: llm.stats().running == 0)
+        until(lambda: llm.stats().running == 0, seconds=15)
         assert partner.turn is None
     finally:
         partner.close()
