@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvtier.http.listening import listen
+from kvtier.router import proxy
 from kvtier.router.fleet import Address
 
 
@@ -321,6 +322,19 @@ def test_a_tokenizer_that_hangs_or_lies_costs_no_request(stack: ExitStack, pair:
         for engine, route in zip(pair, kept, strict=True):
             engine.server.config.app.router.routes[3] = route
     assert pair[0].requests or pair[1].requests
+
+
+def test_a_connection_that_its_engine_may_be_ending_is_not_taken_up(
+    stack: ExitStack, pair: list[ScriptedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert proxy._KEPT_SECONDS < pair[0].server.config.timeout_keep_alive
+    monkeypatch.setattr(proxy, "_KEPT_SECONDS", 0.05)
+    router = routed(stack, pair[:1], tokenizer="text", health_interval=3600.0)
+    for _ in range(2):
+        router.complete("a")
+        time.sleep(0.1)
+    first, second = (request.client for request in pair[0].requests)
+    assert first != second
 
 
 def test_paths_that_lead_elsewhere_are_refused(stack: ExitStack, pair: list[ScriptedEngine]) -> None:
