@@ -29,7 +29,7 @@ CHAINS = 12
 HOST_BLOCKS = 4 * CHAIN
 PATIENCE = 1.0
 # What a busy machine adds to a deadline.
-SLACK = 4.0
+SLACK = 20.0
 
 
 class Rig(Protocol):
@@ -116,7 +116,10 @@ class World:
 
     def assert_recovers(self, seed: int) -> None:
         """Blocks go down and come back again."""
-        refs = chain_refs(CHAIN, seed=seed)
+        self.lay(chain_refs(CHAIN, seed=seed))
+
+    def lay(self, refs: Sequence[BlockRef]) -> None:
+        """Have blocks in the remote tier, and see that they are: one that is slow for once is tried again."""
         until(lambda: self._round_trip(refs), "the remote tier does not come back")
 
     def _round_trip(self, refs: Sequence[BlockRef]) -> bool:
@@ -210,23 +213,21 @@ class RemoteFaultSuite:
         if not world.rig.fills:
             pytest.skip("this kind of server has no limit of its own")
         kept = chain_refs(CHAIN, seed=50)
-        world.put(kept)
-        world.store.flush()
+        world.lay(kept)
         world.rig.fill()
         with Load(world) as load:
             load.goes_on(2 * CHAINS)
         assert world.met("full") >= 1
         assert world.metrics.value("dropped_blocks_total", tier="remote", reason="no_space_on_server") >= 1
         # What was there stays readable.
-        assert world.below(kept) == CHAIN
+        until(lambda: world.below(kept) == CHAIN)
         world.rig.drain()
         world.assert_recovers(100)
         world.assert_nothing_is_held()
 
     def test_restarted_empty_between_two_requests(self, world: World) -> None:
         refs = chain_refs(CHAIN, seed=7)
-        world.put(refs)
-        assert world.below(refs) == CHAIN
+        world.lay(refs)
         world.store.clear("host")
         world.rig.kill()
         world.rig.start()
@@ -236,13 +237,13 @@ class RemoteFaultSuite:
 
     def test_values_corrupted(self, world: World) -> None:
         refs = chain_refs(CHAIN, seed=7)
-        world.put(refs)
-        assert world.below(refs) == CHAIN
+        world.lay(refs)
         world.store.clear("host")
         damaged = world.rig.corrupt()
         assert damaged >= 1
+        # Nor is any of it ever handed out, should the server be too slow at first.
+        until(lambda: world.fetched(refs) or world.met("corrupt"))
         assert world.fetched(refs) == 0
-        assert world.met("corrupt") >= 1
         assert world.metrics.value("corrupt_blocks_total", tier="remote") >= 1
         world.assert_recovers(7)
         world.assert_nothing_is_held()
