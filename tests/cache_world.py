@@ -96,10 +96,3 @@ def read(
     """The bytes of what is found."""
     with cache.read(who, ns, keys, owner=OWNER, **options).result(10) as reading:
         return [bytes(view) for view in reading.views]
-
-
-def until(condition: Callable[[], object], seconds: float = 10) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "it did not happen in time"
-        time.sleep(0.002)

@@ -1,5 +1,6 @@
 """Fixtures of the whole test-suite, and the environment it runs in."""
 
+import logging
 import os
 
 # Before torch is imported: one thread (two test runs on two cores slow each other down at OpenMP's barriers),
@@ -7,6 +8,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,17 @@ settings.register_profile("kvtier", deadline=None)
 settings.load_profile("kvtier")
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture(autouse=True)
+def _pristine_log() -> Iterator[None]:
+    """The kvtier logger as it was, also after a command has set it up: its stream ends with the test."""
+    logger = logging.getLogger("kvtier")
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.propagate = propagate
+    logger.handlers[:] = handlers
 
 
 @pytest.fixture(scope="session")

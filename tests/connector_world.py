@@ -2,8 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from patience import until
 
 from kvtier.connector import TierScheduler
 from kvtier.cpu import HostTier
@@ -72,13 +74,6 @@ class HangingTier(HostTier):
     def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         self._pass("read")
         return super().read(items, deadline)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.001)
 
 
 def step(half: TierScheduler, *spans: StepSpan, written: Sequence[int] = ()) -> TransferPlan:

@@ -6,13 +6,13 @@ import json
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 import numpy as np
+from patience import PATIENCE, came_true
 
 from kvtier.client.data import DataClient
 from kvtier.client.results import Block
@@ -104,9 +104,7 @@ class World:
 
     def settled(self) -> dict[str, int]:
         """The same, once every connection is over."""
-        until = time.monotonic() + 5
-        while any(self.holds().values()) and time.monotonic() < until:
-            time.sleep(0.005)
+        came_true(lambda: not any(self.holds().values()))
         return self.holds()
 
     def close(self) -> None:
@@ -122,7 +120,7 @@ class Talk:
 
     def __init__(self, address: tuple[str, int] | str | None) -> None:
         self.sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
-        self.sock.settimeout(10)
+        self.sock.settimeout(30)
         self.sock.connect(address)
 
     def send(self, opcode: int, fields: object, payload: bytes = b"", *, request: int = 1, **wrong: Any) -> None:
@@ -208,10 +206,12 @@ def blocks(keys: Sequence[bytes], nbytes: int = BLOCK) -> list[Block]:
 
 def descriptors(at_most: int = 0) -> int:
     """How many are open, once they are no more than `at_most`, or after a while."""
-    until = time.monotonic() + (5 if at_most else 0)
-    while (count := sum(1 for _ in Path("/proc/self/fd").iterdir())) > at_most and time.monotonic() < until:
-        time.sleep(0.005)
-    return count
+    came_true(lambda: _descriptors() <= at_most, PATIENCE if at_most else 0)
+    return _descriptors()
+
+
+def _descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def threads() -> list[str]:

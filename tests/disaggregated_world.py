@@ -1,16 +1,14 @@
 """A prefill server in a thread, over the tiny model and a real directory, and a peer that says what a test wants."""
 
 import asyncio
-import contextlib
 import socket
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE, came_true
 from tiny_model import TinyModel, tiny_model
 
 from kvtier import AsyncLLM, api
@@ -25,13 +23,6 @@ BLOCKS = 24
 CHUNK = 8
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
-
-
 class GatedModel(TinyModel):
     """Computes no token beyond `limit`, as long as that is in force."""
 
@@ -42,7 +33,7 @@ class GatedModel(TinyModel):
 
     def forward(self, token_ids: Any, positions: Any, *rest: Any) -> Any:
         with self._changed:
-            assert self._changed.wait_for(lambda: int(positions.max()) < self._limit, 30)
+            assert self._changed.wait_for(lambda: int(positions.max()) < self._limit, PATIENCE)
         return super().forward(token_ids, positions, *rest)
 
     def let(self, limit: int) -> None:
@@ -95,12 +86,13 @@ class RunningPrefill:
 
     def crawl(self, handover: Handover) -> int:
         """Let one chunk after the other through until the first blocks have come; tokens that were let through."""
+        seconds = 0.2
         for limit in range(CHUNK, len(PROMPT) - 2 * CHUNK, CHUNK):
             self.model.let(limit)
             # A save is reported in a later step than the one that made it, as soon as its copy is done.
-            with contextlib.suppress(AssertionError):
-                until(lambda: handover.blocks, 0.3)
+            if came_true(lambda: handover.blocks, seconds):
                 return limit
+            seconds *= 1.6  # a slow disk needs time, not steps
         raise AssertionError("no block has come")
 
     def stop(self) -> None:

@@ -1,9 +1,10 @@
 """A follower whose view can be compared, and a wait."""
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from patience import PATIENCE
 
 from kvtier.events.frames import BlockEvent, BlocksCleared, BlockStored
 
@@ -18,7 +19,7 @@ class View:
         self.gate.set()
 
     def apply(self, events: Sequence[BlockEvent]) -> None:
-        self.gate.wait(30)
+        self.gate.wait(PATIENCE)
         for event in events:
             if isinstance(event, BlocksCleared):
                 self.media.clear()
@@ -45,10 +46,3 @@ def folded(events: Iterable[BlockEvent]) -> dict[str, dict[Any, tuple[Any, tuple
     view = View()
     view.apply(list(events))
     return {medium: held for medium, held in view.media.items() if held}
-
-
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)

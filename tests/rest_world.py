@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import uvicorn
 import xxhash
+from patience import until
 
 from kvtier.config import ServiceSettings, TieringSettings
 from kvtier.service.cache import Cache, Caller, Scope, TenantStats, Tokens
@@ -127,13 +127,6 @@ def running(
             rest.stop()
     finally:
         cache.close()
-
-
-def until(condition: Any, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
 
 
 def read_all(line: socket.socket) -> bytes:

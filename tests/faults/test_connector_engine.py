@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from kvtier_engine import Connection, connect, namespace_of
+from patience import turns
 from tiny_model import tiny_model
 
 from kvtier.cpu import HostTier
@@ -55,14 +56,14 @@ class Stack:
         self._mask = namespace_of(loaded, layout).mask()
         self._slots = self.connection.staging[0].free_slots
 
-    def run(self, prompts: dict[str, list[int]], *, limit: int = 3000) -> dict[str, RequestOutput]:
+    def run(self, prompts: dict[str, list[int]]) -> dict[str, RequestOutput]:
         for name, prompt in prompts.items():
             self.engine.add(name, prompt, GREEDY)
-        return self.drain(limit)
+        return self.drain()
 
-    def drain(self, limit: int = 3000) -> dict[str, RequestOutput]:
+    def drain(self) -> dict[str, RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
-        for _ in range(limit):
+        for _ in turns():
             if not (self.engine.has_work or self.engine.busy):
                 self.store.flush()
                 return outputs
@@ -137,7 +138,7 @@ def test_a_failing_load_of_the_only_request_wakes_the_engine(stack: Stack, refer
     for number in range(3):
         stack.only_below()
         stack.below.bad = 0
-        output = stack.run({f"r{number}": PROMPT}, limit=1000)[f"r{number}"]
+        output = stack.run({f"r{number}": PROMPT})[f"r{number}"]
         assert (output.token_ids, output.metrics.loaded_tokens) == (reference, 0)
 
 

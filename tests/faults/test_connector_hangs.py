@@ -19,8 +19,8 @@ from connector_world import (
     save,
     settle,
     step,
-    until,
 )
+from patience import until
 
 from kvtier.connector import ConnectorOptions, TierScheduler
 from kvtier.cpu import HostTier, StagingRegion
@@ -51,7 +51,7 @@ def store(hanging: HangingTier) -> Iterator[TieredStore]:
 @pytest.fixture
 def half(store: TieredStore) -> Iterator[TierScheduler]:
     with contextlib.closing(StagingRegion(BLOCK_BYTES, 4)) as staging:
-        options = ConnectorOptions(load_seconds=0.7, least_seconds=0.1)
+        options = ConnectorOptions(load_seconds=2.0, least_seconds=0.1)
         half = TierScheduler(store, NAMESPACE, SIZE, staging, options)
         save(half, store, Request("first", TOKENS), IDS)
         store.clear("host")
@@ -164,7 +164,7 @@ def test_an_expired_deadline_is_counted(half: TierScheduler, store: TieredStore,
     half.allocated(request, IDS, 12)
     began = time.monotonic()
     until(lambda: finish(half, step(half)).loaded)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     counted = store.metrics.value("errors_total", tier="connector", operation="fetch_timeout")
     counted += store.metrics.value("timeouts_total", tier="hanging", operation="fetch")
     counted += store.metrics.value("timeouts_total", tier="hanging", operation="read")

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from connector_world import BLOCK_BYTES, NAMESPACE, SIZE, Request, answer, finish, holds_nothing, step, until
+from connector_world import BLOCK_BYTES, NAMESPACE, SIZE, Request, answer, finish, holds_nothing, step
+from patience import PATIENCE, until
 
 from kvtier.connector import ConnectorOptions, TierScheduler
 from kvtier.cpu import HostTier, StagingRegion
@@ -32,7 +33,7 @@ class LateDisk(NvmeTier):
 
         def late(transfers: Sequence[object], heads: Sequence[bytes], deadline: float | None) -> object:
             self.reading.set()
-            assert self.released.wait(30)
+            assert self.released.wait(PATIENCE)
             return read(transfers, heads, deadline)
 
         blocks.read = late
@@ -68,14 +69,14 @@ def lay(half: TierScheduler, store: TieredStore, staging: StagingRegion, number:
 def test_bytes_that_come_after_the_lease_has_ended(disk: LateDisk) -> None:
     store = TieredStore(HostTier(BLOCKS * BLOCK_BYTES), [disk])
     with contextlib.closing(store), contextlib.closing(StagingRegion(BLOCK_BYTES, 8)) as staging:
-        options = ConnectorOptions(load_seconds=0.4, least_seconds=0.1)
+        options = ConnectorOptions(load_seconds=2.0, least_seconds=0.1)
         half = TierScheduler(store, NAMESPACE, SIZE, staging, options)
         first = lay(half, store, staging, 0)
         request = Request("r", first.tokens)
         store.clear("host")
         assert answer(half, request) == Match(12)
         half.allocated(request, IDS, 12)
-        assert disk.reading.wait(10)
+        assert disk.reading.wait(PATIENCE)
         done: list[Completed] = []
         until(lambda: done.append(finish(half, step(half))) or done[-1].loaded)
         assert done[-1].loaded["r"][0] == 0

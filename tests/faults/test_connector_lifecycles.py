@@ -6,7 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from connector_world import BLOCK_BYTES, NAMESPACE, SIZE, Request, SlowTier, holds_nothing, until
+from connector_world import BLOCK_BYTES, NAMESPACE, SIZE, Request, SlowTier, holds_nothing
+from patience import until
 
 from kvtier.connector import ConnectorOptions, CopyRule, TierScheduler, TierWorker
 from kvtier.cpu import AttachedRegion, HostTier, StagingRegion

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from kvtier_engine import connect
+from patience import turns
 from tiny_model import TinyModel, tiny_model
 
 from kvtier.cpu import HostTier
@@ -166,7 +167,7 @@ class Life:
                 self.engine.clear_device_cache()
             else:
                 self.fail()
-        for _ in range(20_000):
+        for _ in turns():
             if not (self.engine.has_work or self.engine.busy):
                 return
             self.step()

@@ -8,12 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fault_world import BLOCK, NVME_OPTIONS, World
+from patience import until
 
 from kvtier.errors import KVTierError, TierUnavailable
 from kvtier.metrics import Metrics
@@ -237,13 +237,6 @@ def put_whole(tier: NvmeTier, refs: list[BlockRef]) -> bool:
     """Whether all of a chain is there. Pages that another process is preparing are refused for the moment."""
     put(tier, refs, BLOCK)
     return run_length(tier, refs) == len(refs)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
 
 
 def test_processes_on_one_directory_share_one_budget_and_their_blocks(tier: NvmeTier, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_verbs_in_every_order_leak_nothing(world: World) -> None:
 def test_writers_on_a_slow_disk_fill_a_bounded_queue(tmp_path: Path) -> None:
     bound = 8 * BLOCK
     with contextlib.closing(World(tmp_path, host_blocks=256, writeback_bytes=bound)) as world:
-        world.below.inject(Fault("write", Kind.LATENCY, seconds=0.02))
+        world.below.inject(Fault("write", Kind.LATENCY, seconds=0.1))
         seen: list[int] = []
 
         def write(worker: int) -> int:

@@ -108,7 +108,7 @@ def test_the_work_of_an_eviction_does_not_grow_with_the_tier(blocks: int) -> Non
 
 def test_after_a_burst_the_accepted_share_is_what_the_counters_claim(tmp_path: Path) -> None:
     with contextlib.closing(World(tmp_path, host_blocks=64, nvme_blocks=128, writeback_bytes=16 * BLOCK)) as world:
-        world.below.inject(Fault("write", Kind.LATENCY, seconds=0.002))
+        world.below.inject(Fault("write", Kind.LATENCY, seconds=0.02))
         chains = [chain_refs(16, seed=seed) for seed in range(40)]  # five times what NVMe holds
         stored = sum(world.put(refs).stored for refs in chains)
         world.check()

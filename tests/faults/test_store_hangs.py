@@ -3,10 +3,11 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from patience import until
 from store_world import BLOCK, ExtentTier, fetched, held, items, keys, nothing_is_held, verify
 
 from kvtier.cpu import HostTier
@@ -52,13 +53,6 @@ def world() -> Iterator[World]:
         yield world
         world.hanging.heal()
         until(lambda: nothing_is_held(world.store))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("fault", HANGS, ids=lambda fault: f"{fault.verb} {fault.kind}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from disaggregated_world import until
+from patience import until
 
 from kvtier import SamplingParams
 from kvtier.disaggregated import DisaggregatedLLM, HandoverOptions, PrefilledLLM
@@ -188,7 +188,7 @@ def test_an_aborted_request_is_not_prefilled_any_further(
 
     asyncio.run(scenario())
     client = llm.llm.receiver.client
-    until(lambda: client.peer_jobs == 0, 60)
+    until(lambda: client.peer_jobs == 0)
     monkeypatch.undo()
     # The other engine is free again, and what it had done is found.
     assert llm.generate([prompts["abort"]], GREEDY)[0].token_ids == reference["abort"]
@@ -252,7 +252,7 @@ def test_a_killed_process_costs_time_only(
     assert (endings(llm, "lost"), endings(llm, "away")) == (1, 1)
 
     # Another process takes its place.
-    until(lambda: llm.llm.receiver.client.connected, 120)
+    until(lambda: llm.llm.receiver.client.connected, seconds=120)
     assert llm.llm.receiver.client.peer_pid == llm.prefill_process.pid != watched.pid
     until(lambda: llm.store.metrics.value("prefill_restarts_total") == 1)
     handed = llm.generate([[2, *prompts["killed"][1:]]], GREEDY)[0]

@@ -13,7 +13,8 @@ import pytest
 from daemon_world import Nursery, nursery
 from kvtier_engine import connect, namespace_of
 from objects_world import ObjectServer, S3Server, SeaweedServer, weed
-from rigs_world import PATIENCE, SLACK, ObjectsRig, PeerRig, Rig, ValkeyRig, eventually
+from patience import until
+from rigs_world import PATIENCE, SLACK, ObjectsRig, PeerRig, Rig, ValkeyRig
 from tiny_model import tiny_model
 
 from kvtier.cpu import HostTier
@@ -128,7 +129,7 @@ class Machine:
             self.run()
             return condition()
 
-        eventually(ran, what)
+        until(ran, what)
 
     def assert_recovers(self) -> None:
         """Blocks go down and come back, nothing is skipped any more, and nothing is held."""
@@ -138,7 +139,7 @@ class Machine:
             return self.reload() > 0 and self.count("skipped_lookups_total") == skipped
 
         self.run()
-        eventually(settled, "the remote tier does not come back")
+        until(settled, "the remote tier does not come back")
         self.store.flush()
         stats = self.store.stats()
         assert not any(stats[name][what] for name in ("host", "remote") for what in ("leases", "reservations")), stats
@@ -209,7 +210,7 @@ def machine(loaded: LoadedModel, rig: Rig, expected: Expected) -> Iterator[Machi
     """Its blocks are in the remote tier, and have come back from there."""
     with contextlib.closing(Machine(loaded, rig, expected)) as machine:
         machine.run()
-        eventually(machine.reload, "what was put does not come back")
+        until(machine.reload, "what was put does not come back")
         yield machine
         # A test that failed may have left it frozen, and closing waits for it.
         rig.thaw()

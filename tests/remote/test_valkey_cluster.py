@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import valkey
-from valkey_world import PREFIX, Server, open_tier, until
+from patience import until
+from valkey_world import PREFIX, Server, open_tier
 
 from kvtier.errors import TierError, TierUnavailable
 from kvtier.metrics import Metrics

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import trustme
-from valkey_world import PREFIX, Server, free_ports, open_tier, redis_with_tls, server, until
+from patience import until
+from valkey_world import PREFIX, Server, free_ports, open_tier, redis_with_tls, server
 
 from kvtier.errors import TierTimeout, TierUnavailable
 from kvtier.metrics import Metrics

@@ -1,6 +1,5 @@
 """Hostile and broken clients of the data port: the documented error, nothing stored, nothing held."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -30,6 +29,7 @@ from data_world import (
     threads,
 )
 from hypothesis import HealthCheck, given, settings
+from patience import PATIENCE, until
 
 HELLO, MATCH, GET, PUT, DELETE, SHARE, LEASE, RELEASE, STAGE = 1, 2, 4, 5, 6, 17, 18, 19, 20
 KEY = b"attacked block.."
@@ -50,7 +50,8 @@ def nothing_stays(service: World) -> Iterator[None]:
         assert client.get("target", key) is not None
         client.delete("target", [key])
     assert service.settled() == NOTHING
-    assert (descriptors(), threads()) == before
+    assert descriptors(before[0]) <= before[0]
+    until(lambda: set(threads()) <= set(before[1]))
 
 
 @pytest.fixture
@@ -341,37 +342,43 @@ def test_a_client_that_vanishes_at_any_byte_of_a_put(service: World) -> None:
 
 
 @pytest.mark.parametrize("stop", [0, 1, 23, 24, 30])
-def test_a_client_that_stalls_within_a_message_is_told_and_left(talk: Talk, stop: int) -> None:
-    started = time.monotonic()
-    talk.sock.sendall(message(PUT, put(), GOOD)[:stop])
-    assert talk.refused() == ("timeout" if stop else None)
-    assert talk.receive() is None
-    assert 0.4 < time.monotonic() - started < 3
+def test_a_client_that_stalls_within_a_message_is_told_and_left(impatient: World, stop: int) -> None:
+    with impatient.talk() as talk:
+        talk.hello(impatient.token["red"])
+        started = time.monotonic()
+        talk.sock.sendall(message(PUT, put(), GOOD)[:stop])
+        assert talk.refused() == ("timeout" if stop else None)
+        assert talk.receive() is None
+        assert (0.9 if stop else 0) < time.monotonic() - started < 20
+    assert impatient.settled() == NOTHING
 
 
-def test_a_client_that_dribbles_is_no_better(talk: Talk) -> None:
-    started = time.monotonic()
-    with contextlib.suppress(ConnectionError):
-        for byte in message(PUT, put(), GOOD)[:100]:
-            talk.sock.sendall(bytes([byte]))
-            time.sleep(0.05)
-    assert 0.5 < time.monotonic() - started < 4
+def dribble(talk: Talk) -> None:
+    """A minute's worth."""
+    for byte in message(PUT, put(), GOOD)[:1200]:
+        talk.sock.sendall(bytes([byte]))
+        time.sleep(0.05)
 
 
-def test_a_client_that_does_not_read_is_left(service: World) -> None:
+def test_a_client_that_dribbles_is_no_better(impatient: World) -> None:
+    with impatient.talk() as talk:
+        talk.hello(impatient.token["red"])
+        with pytest.raises(ConnectionError):
+            dribble(talk)
+    assert impatient.settled() == NOTHING
+
+
+def test_a_client_that_does_not_read_is_left(impatient: World) -> None:
     keys = chain(200, "unread")
-    with service.client() as client:
+    with impatient.client() as client:
         client.put_many("target", blocks(keys))
-        with service.talk() as talk:
-            talk.hello(service.token["red"])
-            asked = {"ns": "target", "keys": b"".join(keys), "width": 32}
-            for number in range(4):
-                talk.send(GET, asked, request=number)
-            until = time.monotonic() + 30
-            while service.server.connections > 1 and time.monotonic() < until:
-                time.sleep(0.05)
-            assert service.server.connections == 1
-        client.delete("target", keys)
+    with impatient.talk() as talk:
+        talk.hello(impatient.token["red"])
+        asked = {"ns": "target", "keys": b"".join(keys), "width": 32}
+        for number in range(4):
+            talk.send(GET, asked, request=number)
+        until(lambda: impatient.server.connections == 1)
+        assert impatient.settled() == NOTHING
 
 
 @pytest.mark.parametrize("what", ["leases", "staging", "put"])
@@ -395,7 +402,7 @@ def test_a_client_that_is_killed_holds_nothing(service: World, what: str) -> Non
         elif what == "staging":
             head = messages.Stage(ns="target", keys=bytes(range(16)), sizes=[4 << 20], offsets=[0])
             for _ in range(50):
-                pipeline.begin(Opcode.STAGE, head, (), time.monotonic() + 5)
+                pipeline.begin(Opcode.STAGE, head, (), time.monotonic() + 60)
         else:
             head = messages.Put(ns="target", keys=bytes(range(16)), sizes=[4 << 20])
             packed = messages.encode(head)
@@ -411,11 +418,11 @@ def test_a_client_that_is_killed_holds_nothing(service: World, what: str) -> Non
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGKILL)
-        process.wait(5)
+        process.wait(PATIENCE)
         assert service.settled() == NOTHING
     finally:
         process.kill()
-        process.wait(5)
+        process.wait(PATIENCE)
         process.stdout.close()
     with service.client() as client:
         client.delete("target", [*keys, bytes(range(16))])

@@ -8,9 +8,9 @@ import logging
 import re
 import socket
 import struct
-import time
 
 import pytest
+from patience import until
 from rest_world import (
     KEYS,
     LAYOUT,
@@ -24,7 +24,6 @@ from rest_world import (
     read_all,
     running,
     stream,
-    until,
 )
 
 from kvtier.service.cache import Scope, Tokens
@@ -35,9 +34,17 @@ ONE = f"/v1/namespaces/plain/blocks/{KEYS[0]}"
 
 @pytest.fixture(scope="module")
 def rest():
-    with running(idle_timeout=0.3, max_connections=24, send_buffer=4096) as served:
+    with running(max_connections=24, send_buffer=4096) as served:
         for name, layout in (("plain", None), ("laid", LAYOUT)):
             assert served.http.post("/v1/namespaces", json={"name": name, "layout": layout}).status_code == 201
+        yield served
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    """Another one, that does not wait long."""
+    with running(idle_timeout=1.0, send_buffer=4096) as served:
+        assert served.http.post("/v1/namespaces", json={"name": "plain"}).status_code == 201
         yield served
 
 
@@ -175,42 +182,42 @@ def test_more_connections_than_there_may_be(rest):
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", put_head(3)[:-2]])
-def test_a_head_that_does_not_come(rest, sent):
-    with rest.line() as line:
+def test_a_head_that_does_not_come(impatient, sent):
+    with impatient.line() as line:
         line.sendall(sent)
-        began = time.monotonic()
         assert raw_error(read_all(line)) == (408, "request_timeout")
-        assert time.monotonic() - began < 5
 
 
-def test_a_body_that_does_not_come(rest):
-    with rest.line() as line:
+def test_a_body_that_does_not_come(impatient):
+    with impatient.line() as line:
         line.sendall(put_head(10_000) + b"abc")
         assert raw_error(read_all(line)) == (408, "request_timeout")
 
 
-def test_a_body_that_trickles(rest):
-    with rest.line() as line:
+def test_a_body_that_trickles(impatient):
+    with impatient.line() as line:
         line.sendall(put_head(10_000))
-        began = time.monotonic()
         line.settimeout(0.05)
         answer = b""
-        while not answer and time.monotonic() - began < 5:
+        # Ten times as long as it may last.
+        for _ in range(200):
             try:
                 line.sendall(b"x")
                 answer = line.recv(65536)
+                break
             except TimeoutError:
                 continue
         assert raw_error(answer) == (408, "request_timeout")
 
 
-def test_an_idle_connection_is_closed(rest):
-    with rest.line() as line:
+def test_an_idle_connection_is_closed(impatient):
+    with impatient.line() as line:
         line.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert read_all(line).startswith(b"HTTP/1.1 200")
 
 
-def test_a_client_that_does_not_read_loses_its_lease(rest):
+def test_a_client_that_does_not_read_loses_its_lease(impatient):
+    rest = impatient
     for at, key in enumerate(KEYS[:2]):
         assert rest.http.put(f"/v1/namespaces/plain/blocks/{key}", content=block(at, 240_000)).status_code == 201
     body = json.dumps({"keys": KEYS[:2]}).encode()
@@ -220,8 +227,6 @@ def test_a_client_that_does_not_read_loses_its_lease(rest):
         head = b"POST /v1/namespaces/plain/blocks:get HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         line.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         until(lambda: rest.leases() > 0)
-        time.sleep(0.1)
-        assert rest.leases() > 0
         rest.at_rest()
         # The end of the connection tells the client that it has not got all of it.
         assert b"HTTP/1.1 200" in (answer := read_all(line))
@@ -258,7 +263,8 @@ def test_web_pages_of_others_are_refused(rest):
 # ---- one after another
 
 
-def test_what_follows_a_request_does_not_cut_its_answer_off(rest):
+def test_what_follows_a_request_does_not_cut_its_answer_off(impatient):
+    rest = impatient
     data = block(1, 200_000)
     assert rest.http.put(ONE, content=data).status_code == 201
     whole = f"GET {ONE} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()

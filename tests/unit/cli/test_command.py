@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError, KVTierError, TierUnavailable
 
 
 @pytest.fixture(autouse=True)
-def _isolated(tmp_path, monkeypatch, pristine_log):
+def _isolated(tmp_path, monkeypatch):
     """No configuration but the test's own."""
     for name in list(os.environ):
         if name.startswith(("KVTIER_", "XDG_")):

@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], pristine_log: None) -> Any:
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
     def command(*arguments: str, code: int = 0) -> dict[str, Any]:
         capsys.readouterr()
         assert main(["inspect", *map(str, arguments), "--json"]) == code
@@ -259,10 +259,6 @@ class TestRefusals:
         assert captured.out == ""
         assert captured.err.count("\n") == 1
         return captured.err
-
-    @pytest.fixture(autouse=True)
-    def _log(self, pristine_log: None) -> None:
-        """Errors are one line."""
 
     def test_no_directory(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "is no directory" in self._refused(capsys, str(tmp_path / "none"))

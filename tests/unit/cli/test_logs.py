@@ -9,7 +9,7 @@ from kvtier.cli.logs import setup_logging
 
 
 @pytest.fixture
-def log(pristine_log):
+def log():
     def start(level, style):
         stream = io.StringIO()
         setup_logging(level, style, stream)

@@ -10,7 +10,7 @@ from kvtier.errors import ModelError
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch, pristine_log):
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
     return tmp_path
 

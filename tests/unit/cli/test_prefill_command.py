@@ -1,8 +1,4 @@
-import pytest
-
 from kvtier.cli import main
-
-pytestmark = pytest.mark.usefixtures("pristine_log")
 
 
 def test_a_prefill_engine_needs_a_directory_to_hand_kv_over(tmp_path, capsys, monkeypatch):

@@ -21,7 +21,7 @@ BINDING = {
 
 
 @pytest.fixture(autouse=True)
-def _isolated(tmp_path, monkeypatch, pristine_log):
+def _isolated(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 

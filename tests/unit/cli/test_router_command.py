@@ -8,6 +8,7 @@ import sys
 
 import httpx
 import pytest
+from patience import PATIENCE
 
 from kvtier.cli import main
 
@@ -43,13 +44,13 @@ def test_it_serves_until_it_is_told_to_end() -> None:
             line = process.stderr.readline()
             assert line, "it ended by itself"
             found = re.search(r"http://127.0.0.1:\d+", line) if "listening" in line else None
-        with httpx.Client(base_url=found[0], trust_env=False, verify=False) as client:
+        with httpx.Client(base_url=found[0], timeout=PATIENCE, trust_env=False, verify=False) as client:
             assert client.get("/healthz").status_code == 200
             assert client.get("/readyz").json() == {"status": "no engine", "engines": 0}
             answer = client.post("/v1/completions", json={"prompt": "a"})
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.communicate()

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from client_world import LAYOUT, Service, blocks, serving
+from patience import PATIENCE, until
 
 import kvtier.client
 from kvtier.client import AsyncClient, Client, ClientOptions, Event, Gap
@@ -111,7 +112,7 @@ def listening(talk: Callable[[socket.socket], None]) -> Iterator[tuple[str, list
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
-        thread.join(10)
+        thread.join(PATIENCE)
 
 
 def drip(connection: socket.socket) -> None:
@@ -121,7 +122,12 @@ def drip(connection: socket.socket) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("talk", [lambda connection: time.sleep(1), drip], ids=["silent", "dripping"])
+def silent(connection: socket.socket) -> None:
+    connection.settimeout(20)
+    connection.recv(1)
+
+
+@pytest.mark.parametrize("talk", [silent, drip])
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 def test_no_call_takes_longer_than_its_deadline(kind: type, talk: Callable[[socket.socket], None]) -> None:
     with listening(talk) as (url, _):
@@ -130,7 +136,8 @@ def test_no_call_takes_longer_than_its_deadline(kind: type, talk: Callable[[sock
         call = client.stats if kind is Client else lambda timeout: asyncio.run(client.stats(timeout=timeout))
         with pytest.raises(DeadlineExceeded):
             call(timeout=0.2)
-        assert time.monotonic() - start < 0.6
+        # Either of them would take twenty seconds.
+        assert time.monotonic() - start < 15
 
 
 @pytest.mark.parametrize(
@@ -158,11 +165,20 @@ def test_verbs_that_are_not_idempotent_are_sent_once() -> None:
         assert len(seen) == 1
 
 
+@contextmanager
+def bound() -> Iterator[int]:
+    """A port where nobody listens, nor can."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
 def test_nobody_there() -> None:
-    taken = socket.create_server(("127.0.0.1", 0))
-    port = taken.getsockname()[1]
-    taken.close()
-    with Client(f"http://127.0.0.1:{port}", options=PLAIN) as client, pytest.raises(Unreachable, match=str(port)):
+    with (
+        bound() as port,
+        Client(f"http://127.0.0.1:{port}", options=PLAIN) as client,
+        pytest.raises(Unreachable, match=str(port)),
+    ):
         client.stats()
 
 
@@ -175,7 +191,7 @@ def test_a_service_that_drains_is_busy_until_it_resumes(client: Client) -> None:
     client.drain()
     try:
         with pytest.raises(Busy) as caught:
-            client.match("n", [block.key], timeout=0.3)
+            client.match("n", [block.key], timeout=4)  # it is to come back in five
         assert caught.value.code == "draining"
         assert caught.value.retry_after
     finally:
@@ -249,8 +265,7 @@ def hang_up(service: Service) -> None:
     state = service.rest.server.server_state
     for connection in list(state.connections):
         connection.loop.call_soon_threadsafe(connection.transport.abort)
-    while state.connections:
-        time.sleep(0.005)
+    until(lambda: not state.connections)
 
 
 def test_events_go_on_where_their_connection_broke(client: Client, service: Service) -> None:
@@ -294,10 +309,12 @@ def test_a_service_that_began_anew_is_a_gap(client: Client, service: Service) ->
 
 
 def test_async_events_are_the_same(client: Client, service: Service) -> None:
+    last = str(service.cache.events(_local()).last)
+
     async def scenario() -> list[Event | Gap]:
         async with AsyncClient(service.url, options=PLAIN) as other:
             found = []
-            async for event in other.events(str(service.cache.events(_local()).last)):
+            async for event in other.events(last):
                 found.append(event)
                 if len(found) == 2:
                     return found
@@ -313,10 +330,7 @@ def test_async_events_are_the_same(client: Client, service: Service) -> None:
 
 
 def test_followers_give_up_when_told_to() -> None:
-    taken = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    taken.close()
-    with Client(url, options=PLAIN) as client, pytest.raises(Unreachable):
+    with bound() as port, Client(f"http://127.0.0.1:{port}", options=PLAIN) as client, pytest.raises(Unreachable):
         next(client.events(patience=0.1))
 
 

@@ -1,9 +1,8 @@
 """Two workers, each with pools of two layer groups, over one store."""
 
-import time
-
 import numpy as np
 import torch
+from patience import until
 
 from kvtier.connector import ConnectorOptions, TierScheduler, TierWorker
 from kvtier.cpu import AttachedRegion, HostTier, StagingRegion
@@ -63,11 +62,13 @@ class World:
 
     def settle(self) -> dict[str, tuple[int, bool]]:
         loaded: dict[str, tuple[int, bool]] = {}
-        deadline = time.monotonic() + 10
-        while self.half.busy:
-            assert time.monotonic() < deadline
-            loaded |= self.run(self.half.plan(Step(0, (), frozenset())))
-            time.sleep(0.001)
+
+        def rests() -> bool:
+            if self.half.busy:
+                loaded.update(self.run(self.half.plan(Step(0, (), frozenset()))))
+            return not self.half.busy
+
+        until(rests)
         return loaded
 
 

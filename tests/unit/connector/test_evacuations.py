@@ -15,8 +15,8 @@ from connector_world import (
     answer,
     holds_nothing,
     store_run,
-    until,
 )
+from patience import until
 
 from kvtier.connector import ConnectorOptions, TierScheduler, TierWorker
 from kvtier.cpu import AttachedRegion, HostTier, StagingRegion

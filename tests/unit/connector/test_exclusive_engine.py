@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from kvtier_engine import connect
+from patience import turns
 from tiny_model import tiny_model
 
 from kvtier.connector import CopyRule, TierWorker
@@ -32,7 +33,7 @@ def loaded() -> LoadedModel:
 
 def finish(engine: Engine) -> dict[str, RequestOutput]:
     outputs: dict[str, RequestOutput] = {}
-    for _ in range(3000):
+    for _ in turns():
         if not (engine.has_work or engine.busy):
             return outputs
         outputs |= {output.id: output for output in engine.step()}

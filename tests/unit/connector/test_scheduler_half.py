@@ -1,11 +1,11 @@
 """The scheduler half alone: what it offers, plans and reports, with transfers ended by hand."""
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from connector_world import BLOCK_BYTES, NAMESPACE, SIZE, Request
+from patience import until
 
 from kvtier.connector import TierScheduler
 from kvtier.cpu import HostTier, StagingRegion
@@ -34,13 +34,6 @@ def half(store: TieredStore, staging: StagingRegion) -> Iterator[TierScheduler]:
     stats = store.stats()["host"]
     assert stats["leases"] == stats["reservations"] == 0
     assert staging.free_slots == 4
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.001)
 
 
 def step(half: TierScheduler, *spans: StepSpan, written: Sequence[int] = ()) -> TransferPlan:

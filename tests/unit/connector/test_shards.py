@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from connector_world import Request, answer, until
+from connector_world import Request, answer
+from patience import until
 from shards_world import LAYOUT, NAMESPACE, OPTIONS, World, fill
 
 from kvtier.connector import TierScheduler, TierWorker

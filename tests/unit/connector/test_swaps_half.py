@@ -17,8 +17,8 @@ from connector_world import (
     settle,
     step,
     store_run,
-    until,
 )
+from patience import until
 
 from kvtier.connector import TierScheduler
 from kvtier.cpu import HostTier, StagingRegion

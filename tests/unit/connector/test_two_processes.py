@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from patience import PATIENCE, until
 
 from kvtier.connector import TierScheduler
 from kvtier.cpu import HostTier, StagingRegion, send_regions
@@ -79,20 +80,23 @@ def remote(store: TieredStore, staging: StagingRegion) -> Iterator[Remote]:
         yield remote
         remote._stream.close()
         ours.shutdown(socket.SHUT_RDWR)
-        assert child.wait(timeout=20) == 0
+        assert child.wait(PATIENCE) == 0
 
 
 def settle(scheduler: TierScheduler, remote: Remote) -> tuple[dict[str, tuple[int, bool]], list[int]]:
     """Empty steps until nothing is under way: what was loaded, and the device's content."""
     loaded: dict[str, tuple[int, bool]] = {}
-    for index in range(1000):
-        results, pool = remote.run(scheduler.plan(Step(index, (), frozenset())))
+    pool: list[int] = []
+
+    def rests() -> bool:
+        nonlocal loaded, pool
+        results, pool = remote.run(scheduler.plan(Step(0, (), frozenset())))
         done: Completed = scheduler.completed(results)
         loaded |= done.loaded
-        if not scheduler.busy:
-            return loaded, pool
-        time.sleep(0.002)
-    raise AssertionError("the connector never came to rest")
+        return not scheduler.busy
+
+    until(rests, "the connector never came to rest")
+    return loaded, pool
 
 
 def test_saved_by_one_request_loaded_by_another(store: TieredStore, staging: StagingRegion, remote: Remote) -> None:

@@ -20,8 +20,8 @@ from connector_world import (
     settle,
     step,
     store_run,
-    until,
 )
+from patience import until
 
 from kvtier.connector import ConnectorOptions, TierScheduler
 from kvtier.cpu import HostTier, StagingRegion

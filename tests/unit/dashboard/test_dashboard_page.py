@@ -8,14 +8,15 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from daemon_world import Daemon, Nursery, nursery
-from rest_world import KEYS, block, chain, put_stream, stream, until
+from patience import came_true, until
+from rest_world import KEYS, block, chain, put_stream, stream
 
 from kvtier.service.cache import Scope, Tokens
 
@@ -121,8 +122,7 @@ def ready(page: Any) -> None:
 
 def shows(get: Callable[[], object], wanted: object) -> None:
     """At the latest soon."""
-    with suppress(AssertionError):
-        until(lambda: get() == wanted, 5)
+    came_true(lambda: get() == wanted)
     assert get() == wanted
 
 

@@ -37,13 +37,13 @@ def received(store: TieredStore, *names: str) -> list[Handle]:
 
 def put(store: TieredStore, refs: list[BlockRef], handles: list[Handle]) -> list[str]:
     items = [(ref, store.host.buffer(handle)[:SIZE]) for ref, handle in zip(refs, handles, strict=True)]
-    outcomes = store.put_each(items, owned=[Received(handle) for handle in handles]).result(5)
+    outcomes = store.put_each(items, owned=[Received(handle) for handle in handles]).result(30)
     store.private.give_up(handles)
     return list(outcomes)
 
 
 def read(store: TieredStore, refs: list[BlockRef]) -> list[str]:
-    lease = store.acquire([ref.key for ref in refs], "reader").result(5)
+    lease = store.acquire([ref.key for ref in refs], "reader").result(30)
     found = [bytes(store.host.buffer(handle)[:4]).decode() for _, handle in lease.blocks]
     store.release(lease)
     return found
@@ -55,7 +55,7 @@ def test_the_memory_becomes_the_blocks_without_a_copy(store: TieredStore) -> Non
     where = [store.host.span(handle) for handle in handles]
     assert put(store, refs, handles) == ["stored"] * 3
     assert read(store, refs) == ["aaaa", "bbbb", "cccc"]
-    lease = store.acquire([ref.key for ref in refs], "reader").result(5)
+    lease = store.acquire([ref.key for ref in refs], "reader").result(30)
     assert [found.span for found in store.located(lease, 0, 3)] == where
     store.release(lease)
     stats = store.stats()["host"]
@@ -103,7 +103,7 @@ def test_where_nothing_may_leave_there_is_no_room(store: TieredStore) -> None:
     refs = chain_refs(6)
     put(store, refs[:4], received(store, *"abcd"))
     put(store, refs[4:], received(store, *"ef"))
-    lease = store.acquire([ref.key for ref in refs], "reader").result(5)
+    lease = store.acquire([ref.key for ref in refs], "reader").result(30)
     assert store.private.room([SIZE] * 3) == []
     assert store.stats()["host"]["reservations"] == 0
     handles = received(store, "gggg")
@@ -149,7 +149,7 @@ def test_any_mixture_of_ways_reads_back_what_was_put(steps: list[tuple[int, int,
             outcomes = put(store, refs, handles)
         else:
             data = [memoryview(name.encode() * (SIZE // 4)) for name in names]
-            outcomes = store.put_each(list(zip(refs, data, strict=True))).result(5)
+            outcomes = store.put_each(list(zip(refs, data, strict=True))).result(30)
         for ref, name, outcome in zip(refs, names, outcomes, strict=True):
             if outcome == "stored":
                 kept[ref.key] = name
@@ -179,7 +179,7 @@ def test_a_tenant_lends_a_part_of_its_memory_only(tmp_path: Path) -> None:
         again.views[0][:] = content(keys[0])
         (owned,) = again.received(hashed(again.views, again.heads))
         block = BlockPut(b"k" * 16, 0, None, -1, exact=True, data=again.views[0], owned=owned)
-        (outcome,) = service.cache.put(caller, "rooms", [block]).result(5)
+        (outcome,) = service.cache.put(caller, "rooms", [block]).result(30)
         again.close()
         assert outcome == "stored"
         found = client.get("rooms", b"k" * 16)

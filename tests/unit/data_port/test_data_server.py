@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import trustme
 from data_world import BLOCK, HEADER, NOTHING, World, blocks, chain, content, descriptors, message, threads, world
+from patience import PATIENCE, until
 
 from kvtier.client.data import DataClient
 from kvtier.client.errors import (
@@ -108,12 +109,9 @@ def test_a_client_finds_a_service_again_that_was_restarted(tmp_path: Path) -> No
 
 
 def test_a_silent_connection_is_ended_and_a_client_does_not_notice(tmp_path: Path) -> None:
-    with world(tmp_path, idle_timeout=0.2) as service, service.client() as client:
+    with world(tmp_path, idle_timeout=1.0) as service, service.client() as client:
         client.create_namespace("idle", None)
-        until = time.monotonic() + 5
-        while service.server.connections and time.monotonic() < until:
-            time.sleep(0.01)
-        assert service.server.connections == 0
+        until(lambda: not service.server.connections)
         assert client.match("idle", chain(1)).tiers == ()
 
 
@@ -125,9 +123,7 @@ def test_no_more_connections_than_may_be(tmp_path: Path) -> None:
         with pytest.raises((Busy, Interrupted)):
             clients[2].connect()
         clients[0].close()
-        until = time.monotonic() + 5
-        while service.server.connections > 1 and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: service.server.connections <= 1)
         clients[2].connect()
         for client in clients:
             client.close()
@@ -141,7 +137,7 @@ def test_draining_answers_what_has_arrived_and_lets_nobody_in(tmp_path: Path) ->
             for talk in (busy, quiet):
                 talk.hello(service.token["red"])
             busy.send(2, {"ns": "drain", "keys": bytes(16)})
-            assert service.server.drain(5)
+            assert service.server.drain(PATIENCE)
             assert busy.receive() is not None
             assert busy.receive() is None
             assert quiet.receive() is None
@@ -200,7 +196,8 @@ def test_starting_and_closing_leaves_no_thread_and_no_descriptor(tmp_path: Path)
                 client.connect()
                 shared.connect()
             service.server.close()
-        assert (descriptors(), threads()) == before
+        assert descriptors(before[0]) <= before[0]
+        assert threads() == before[1]
 
 
 class Tls:
@@ -218,7 +215,7 @@ class Tls:
 
 def test_tls_on_tcp(tmp_path: Path) -> None:
     tls = Tls(tmp_path)
-    with world(tmp_path, tls_cert=tls.cert, tls_key=tls.key, idle_timeout=1.0) as service:
+    with world(tmp_path, tls_cert=tls.cert, tls_key=tls.key) as service:
         with service.client(context=tls.context) as client, service.client("shared") as local:
             client.create_namespace("tls", None)
             keys = chain(40)
@@ -231,7 +228,7 @@ def test_tls_on_tcp(tmp_path: Path) -> None:
             service.client().connect()
         client = service.client(context=tls.context)
         client.connect()
-        assert service.server.drain(5)
+        assert service.server.drain(PATIENCE)
         client.close()
         assert service.settled() == NOTHING
 
@@ -259,18 +256,19 @@ def test_a_service_that_hangs_is_left_at_the_deadline() -> None:
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             client.connect()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 20
 
 
 def test_who_gives_up_before_its_turn_does_not_spoil_it_for_others() -> None:
     """The answers that nobody waits for any more are skipped by whoever comes next."""
-    with SlowService() as slow, DataClient(slow.address, timeout=5) as client:
+    with SlowService() as slow, DataClient(slow.address, timeout=PATIENCE) as client:
         client.connect()
         pipeline = client._pipeline
         assert pipeline is not None
         now = time.monotonic()
-        patient = pipeline.begin(Opcode.MATCH, wire.Match("any", bytes(16)), (), now + 5)
-        hasty = pipeline.begin(Opcode.MATCH, wire.Match("any", bytes(16)), (), now + 0.05)
+        patient = pipeline.begin(Opcode.MATCH, wire.Match("any", bytes(16)), (), now + PATIENCE)
+        hasty = pipeline.begin(Opcode.MATCH, wire.Match("any", bytes(16)), (), now + PATIENCE)
+        hasty.deadline = now  # not before it is sent
         with pytest.raises(DeadlineExceeded):
             pipeline.finish(hasty, lambda incoming: incoming.head(wire.Matched))
         slow.answers.set()
@@ -279,13 +277,14 @@ def test_who_gives_up_before_its_turn_does_not_spoil_it_for_others() -> None:
 
 
 def test_who_gives_up_in_its_turn_ends_the_connection_and_the_others_are_told() -> None:
-    with SlowService() as slow, DataClient(slow.address, timeout=5) as client:
+    with SlowService() as slow, DataClient(slow.address, timeout=PATIENCE) as client:
         client.connect()
         pipeline = client._pipeline
         assert pipeline is not None
         now = time.monotonic()
-        first = pipeline.begin(Opcode.MATCH, wire.Match("any", bytes(16)), (), now + 0.05)
-        second = pipeline.begin(Opcode.MATCH, wire.Match("any", bytes(16)), (), now + 5)
+        first = pipeline.begin(Opcode.MATCH, wire.Match("any", bytes(16)), (), now + PATIENCE)
+        second = pipeline.begin(Opcode.MATCH, wire.Match("any", bytes(16)), (), now + PATIENCE)
+        first.deadline = now  # not before it is sent
         with pytest.raises(DeadlineExceeded):
             pipeline.finish(first, lambda incoming: incoming.head(wire.Matched))
         with pytest.raises(Interrupted):
@@ -295,7 +294,7 @@ def test_who_gives_up_in_its_turn_ends_the_connection_and_the_others_are_told() 
 
 
 def test_an_answer_to_another_request_is_no_answer() -> None:
-    with SlowService(numbers_off_by=1) as slow, DataClient(slow.address, timeout=5) as client:
+    with SlowService(numbers_off_by=1) as slow, DataClient(slow.address, timeout=PATIENCE) as client:
         slow.answers.set()
         with pytest.raises(ProtocolError, match="expected an answer to request"):
             client.match("any", chain(1))
@@ -330,7 +329,7 @@ class SlowService:
                 if opcode == Opcode.HELLO and self._welcomes:
                     answer: object = wire.Welcome(1, "slow", "t", [], wire.Limits(1, 1, 1, 1.0))
                 else:
-                    self.answers.wait(5)
+                    self.answers.wait(PATIENCE)
                     answer = wire.Matched([("host", 1)])
                     request += self._off
                 try:
@@ -346,7 +345,7 @@ class SlowService:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(PATIENCE)
 
 
 @pytest.mark.parametrize(

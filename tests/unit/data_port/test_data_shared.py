@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_world import BLOCK, NOTHING, PLAIN, World, blocks, chain, content, world
+from patience import PATIENCE
 
 from kvtier.attach import HUGE
 from kvtier.client.errors import Busy, Conflict, Forbidden, Interrupted, Refused
@@ -66,7 +67,7 @@ def test_the_kernel_refuses_writes_through_the_mapping(filled: World) -> None:
         ctypes.memset(numpy.frombuffer(lease.blocks[0].data, numpy.uint8).ctypes.data, 0, 1)
         """,
     )
-    assert process.wait(10) == -signal.SIGSEGV
+    assert process.wait(PATIENCE) == -signal.SIGSEGV
     with filled.client() as client:
         assert [bytes(item.data) for item in client.get_many("memory", KEYS)] == [content(key) for key in KEYS]
     assert filled.settled() == NOTHING
@@ -86,7 +87,7 @@ def test_leased_bytes_stay_while_everything_else_is_evicted(filled: World) -> No
 
 
 def test_a_hold_outlasts_the_idle_time_and_dies_with_its_process(tmp_path: Path) -> None:
-    with world(tmp_path, idle_timeout=0.3) as service:
+    with world(tmp_path, idle_timeout=1.0) as service:
         with service.client() as client:
             client.create_namespace("memory", None)
             client.put_many("memory", blocks(KEYS))
@@ -94,16 +95,16 @@ def test_a_hold_outlasts_the_idle_time_and_dies_with_its_process(tmp_path: Path)
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "leased 4\n"
-            time.sleep(0.9)
+            time.sleep(2.2)
             held = service.holds()
             assert held["leases"] > 0
             assert held["buffers"] > 0  # its staging region
             process.send_signal(signal.SIGKILL)
-            process.wait(5)
+            process.wait(PATIENCE)
             assert service.settled() == NOTHING
         finally:
             process.kill()
-            process.wait(5)
+            process.wait(PATIENCE)
 
 
 def leasing_process(service: World, then: str) -> "subprocess.Popen[str]":
@@ -167,7 +168,7 @@ def test_releases_of_what_is_not_held_are_refused(filled: World) -> None:
         pipeline = client._pipeline
         assert pipeline is not None
         with pytest.raises(Refused, match="lease 77"):
-            pipeline.call(Opcode.RELEASE, wire.Release([77]), wire.Done, time.monotonic() + 5)
+            pipeline.call(Opcode.RELEASE, wire.Release([77]), wire.Done, time.monotonic() + PATIENCE)
 
 
 @pytest.mark.parametrize("offset", [-1, 32 << 20, (32 << 20) - BLOCK + 1, 1 << 62])
@@ -179,7 +180,7 @@ def test_what_lies_outside_the_staging_region_is_refused(filled: World, offset: 
         (key,) = chain(1, "outside")
         asked = wire.Stage(ns="memory", keys=key[:16], sizes=[BLOCK], offsets=[offset])
         with pytest.raises(Refused):
-            pipeline.call(Opcode.STAGE, asked, wire.Outcomes, time.monotonic() + 5)
+            pipeline.call(Opcode.STAGE, asked, wire.Outcomes, time.monotonic() + PATIENCE)
         assert client.get("memory", key) is None
 
 
@@ -288,7 +289,7 @@ def test_a_staged_block_whose_bytes_are_changed_meanwhile_is_whole_or_a_miss(ser
     """Whatever a client does to its staging region: what is stored is what the checksum says, or is not handed out."""
     with service.client("shared") as client:
         client.create_namespace("changing", None)
-        memory = client._connected(time.monotonic() + 5)[1]
+        memory = client._connected(time.monotonic() + PATIENCE)[1]
         assert memory is not None
         staging = memory._staging
         assert staging is not None
@@ -306,7 +307,7 @@ def test_a_staged_block_whose_bytes_are_changed_meanwhile_is_whole_or_a_miss(ser
             for number in range(12):
                 key = number.to_bytes(16, "big")
                 asked = wire.Stage(ns="changing", keys=key, sizes=[4 << 20], offsets=[0])
-                client._pipeline.call(Opcode.STAGE, asked, wire.Outcomes, time.monotonic() + 5)  # type: ignore[union-attr]
+                client._pipeline.call(Opcode.STAGE, asked, wire.Outcomes, time.monotonic() + PATIENCE)  # type: ignore[union-attr]
                 found = client.get("changing", key)
                 assert found is None or len(found.data) == 4 << 20
         finally:

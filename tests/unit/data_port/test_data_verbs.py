@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from data_world import BLOCK, NOTHING, PARTS, PLAIN, World, blocks, chain, content
+from patience import until
 
 from kvtier.client.data import DataClient
 from kvtier.client.errors import Conflict, Invalid, NotFound, TooLarge, Unreachable
@@ -183,9 +184,8 @@ def test_pins_and_prefetches(client: DataClient, ns: str) -> None:
     with pytest.raises(Invalid, match="ttl"):
         client.pin(ns, keys, ttl=0)
     prefetch = client.prefetch(ns, keys)
-    until = time.monotonic() + 5
-    while prefetch.state == "running" and time.monotonic() < until:
-        prefetch = client.prefetched(prefetch.id)
+    until(lambda: client.prefetched(prefetch.id).state != "running")
+    prefetch = client.prefetched(prefetch.id)
     assert (prefetch.state, prefetch.blocks) == ("done", 4)
     assert client.cancel(prefetch.id).blocks == 4
 

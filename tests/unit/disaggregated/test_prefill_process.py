@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from disaggregated_world import until
+from patience import until
 
 from kvtier.disaggregated import process as module
 from kvtier.disaggregated.process import PrefillProcess, PrefillSupervisor

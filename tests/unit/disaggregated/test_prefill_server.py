@@ -14,8 +14,8 @@ from disaggregated_world import (
     RunningPrefill,
     raw_exchange,
     tiny_prefill_llm,
-    until,
 )
+from patience import until
 
 from kvtier.disaggregated import PrefillClient, PrefillServer
 from kvtier.disaggregated.handover import Outcome

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from disaggregated_world import BLOCKS, PROMPT, RunningPrefill, until
+from disaggregated_world import BLOCKS, PROMPT, RunningPrefill
+from patience import until
 from store_world import FarTier
 
 from kvtier import SamplingParams

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from kvtier_engine import Connection, connect
+from patience import turns
 from scheduler_device import continuation
 from scheduler_world import Fate, RandomFate, World
 from tiny_model import tiny_model
@@ -164,7 +165,7 @@ def finish(engine: Engine, name: str, prompts: dict[str, list[int]]) -> dict[str
     for number, prompt in prompts.items():
         engine.add(name + number, prompt, GREEDY)
     outputs: dict[str, RequestOutput] = {}
-    for _ in range(4000):
+    for _ in turns():
         if not (engine.has_work or engine.busy):
             break
         outputs |= {output.id.removeprefix(name): output for output in engine.step()}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from patience import turns
 from tiny_model import TinyModel, tiny_model
 
 from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams
@@ -32,7 +33,7 @@ def engine_of(loaded: LoadedModel, rules: SchedulingRules, **options: Any) -> En
 
 def finish(engine: Engine) -> dict[str, list[RequestOutput]]:
     outputs: dict[str, list[RequestOutput]] = {}
-    for _ in range(5000):
+    for _ in turns():
         if not (engine.has_work or engine.busy):
             assert engine.stats().free_blocks == engine.stats().num_blocks
             return outputs

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kvtier_engine import Connection, connect
+from patience import turns
 from tiny_model import tiny_model
 
 from kvtier.cpu import HostTier
@@ -51,7 +52,7 @@ class Stack:
             self.engine.add(name, prompt, params)
 
     def finish(self) -> dict[str, RequestOutput]:
-        for _ in range(20_000):
+        for _ in turns():
             if not (self.engine.has_work or self.engine.busy):
                 return self.outputs
             self.outputs |= {output.id: output for output in self.engine.step()}
@@ -59,7 +60,7 @@ class Stack:
 
     def step_until(self, state: State) -> str:
         """Step until some request is in a state; which one."""
-        for _ in range(5000):
+        for _ in turns():
             self.outputs |= {output.id: output for output in self.engine.step()}
             for name in PROMPTS:
                 request = self.scheduler.get(name)

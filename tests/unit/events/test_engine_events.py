@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from events_world import View, until
+from events_world import View
+from patience import until
 from tiny_model import tiny_model
 
 from kvtier import LLM, SamplingParams, api

@@ -1,5 +1,6 @@
 """Publisher and subscriber over real sockets: order, gaps, replay, snapshots, restarts, a subscriber that is slow."""
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 import zmq
-from events_world import View, until
+from events_world import View
+from patience import PATIENCE, came_true, until
 from prometheus_client import CollectorRegistry
 
 from kvtier.errors import ConfigError
@@ -85,7 +87,7 @@ def replayed(endpoint: str, start: int) -> list[tuple[bytes, int, list[BlockEven
         asking.connect(endpoint)
         asking.send_multipart([b"", start.to_bytes(8, "big")])
         found = []
-        while asking.poll(5000):
+        while asking.poll(1000 * PATIENCE):
             empty, topic, number, payload = asking.recv_multipart()
             assert empty == b""
             if number == b"\xff" * 8:
@@ -100,16 +102,20 @@ def test_what_is_published_arrives_in_order_with_topic_and_number(line: Line) ->
     with zmq.Context.instance().socket(zmq.SUB) as sub:
         sub.connect(line.endpoint)
         sub.subscribe(b"kv@")
-        time.sleep(0.2)
-        for one in range(3):
-            line.source.store(one)
-        for number in range(3):
-            assert sub.poll(5000)
+        # What is published before the subscription is there does not come.
+        while not sub.poll(20):
+            line.source.store(len(line.source.held))
+        for _ in range(3):
+            line.source.store(len(line.source.held))
+        stored, heard = len(line.source.held), []
+        while stored - 1 not in heard:
+            assert sub.poll(1000 * PATIENCE)
             topic, sequence, payload = sub.recv_multipart()
-            assert (topic, sequence) == (b"kv@a", number.to_bytes(8, "big"))
+            heard.append(int.from_bytes(sequence, "big"))
             batch = decode_batch(payload)
-            assert [event.block_hashes for event in batch.events] == [[number]]
-            assert abs(batch.time - time.time()) < 60
+            assert (topic, [event.block_hashes for event in batch.events]) == (b"kv@a", [[heard[-1]]])
+            assert abs(batch.time - time.time()) < 600
+        assert heard == list(range(heard[0], stored))
 
 
 def test_replay_from_any_number_ends_with_its_mark(line: Line) -> None:
@@ -161,7 +167,7 @@ def test_a_subscriber_that_comes_late_has_all(line: Line) -> None:
     line.source.store(9)
     line.reaches(view)
     assert (subscriber.counts.gaps, subscriber.counts.failures, view.resets) == (0, 0, 0)
-    assert subscriber.connected
+    until(lambda: subscriber.connected)
     subscriber.close()
     assert not subscriber.connected, "and nobody takes its view for a followed one"
 
@@ -236,17 +242,21 @@ def test_without_replay_a_gap_drops_the_view_and_goes_on(line: Line) -> None:
     registry = CollectorRegistry()
     line.publish(queue=1, registry=registry)
     subscriber, view = line.follow(replay=False, queue=1)
-    time.sleep(0.3)
+    # What is published before the subscription is there does not come.
+    while subscriber._live is None:
+        line.source.store(-1 - len(line.source.held))
+        came_true(lambda: subscriber._live is not None, 0.02)
     line.source.store(0)
-    line.reaches(view)
+    until(lambda: 0 in view.hashes())
+    sent = len(line.source.held)
     view.gate.clear()
     for one in range(1, 3001):
         line.source.store(one)
-    until(lambda: registry.get_sample_value("kvtier_events_messages_total") == 3001)
+    until(lambda: registry.get_sample_value("kvtier_events_messages_total") == sent + 3000)
     view.gate.set()
-    time.sleep(0.2)
-    line.source.store(5000)
-    until(lambda: 5000 in view.hashes())
+    # Those that come while messages still wait in full queues are lost, too.
+    late = itertools.count(5000)
+    until(lambda: (line.source.store(next(late)), max(view.hashes(), default=0) >= 5000)[-1])
     assert subscriber.counts.gaps >= 1
     assert view.resets == subscriber.counts.resyncs >= 1
     assert 0 not in view.hashes(), "what might be gone is not claimed"
@@ -280,5 +290,5 @@ def test_nobody_waits_for_a_publisher(line: Line) -> None:
     began = time.monotonic()
     for one in range(1000):
         line.source.store(one)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 20
     publisher.close()

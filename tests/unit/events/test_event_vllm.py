@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from events_world import View, until
+from events_world import View
+from patience import until
 
 from kvtier.events.frames import BlockRemoved, BlocksCleared, BlockStored, encode_batch
 from kvtier.events.subscriber import Subscriber

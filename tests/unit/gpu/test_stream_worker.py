@@ -4,7 +4,8 @@ import contextlib
 from dataclasses import replace
 
 import pytest
-from connector_world import BLOCK_BYTES, SIZE, Request, until
+from connector_world import BLOCK_BYTES, SIZE, Request
+from patience import until
 from stream_world import Device, forgetting, holds
 
 from kvtier.connector import ConnectorOptions, TierScheduler, TierWorker

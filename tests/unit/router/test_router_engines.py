@@ -1,6 +1,7 @@
 """The router in front of two real engines, each in a process of its own, which publish what they have."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from events_world import until
+from patience import PATIENCE, until
 from router_world import RunningRouter
 
 from kvtier.router.fleet import Address
@@ -24,16 +25,27 @@ class World(NamedTuple):
     router: RunningRouter
     engines: dict[str, subprocess.Popen[str]]
 
-    def blocks(self, url: str) -> tuple[int, ...]:
-        return next(one.index.counts().blocks for one in self.router.fleet.engines if one.url == url)
-
     def quiet(self) -> None:
         """All requests are through, and their events have come."""
         self.router.at_rest()
         before = None
-        while before != (now := [self.blocks(url) for url in self.engines]):
+        while before != (now := [self.told(url) for url in self.engines]):
             before = now
             threading.Event().wait(0.15)
+
+    def told(self, url: str) -> float:
+        """Messages that an engine has published, once all of them have been heard."""
+        engine = next(one for one in self.router.fleet.engines if one.url == url)
+        told = 0.0
+
+        def heard() -> bool:
+            nonlocal told
+            text = httpx.get(f"{url}/metrics", timeout=PATIENCE, trust_env=False).text
+            told = float(re.search(r"^kvtier_events_messages_total (.*)$", text, re.MULTILINE)[1])
+            return engine.heard.messages == told
+
+        until(heard)
+        return told
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +124,12 @@ def test_too_much_to_do_spills_over(world: World) -> None:
     home = router.engine_of(router.complete(shared))
     world.quiet()
     engines: list[str] = []
+    together = threading.Barrier(8)
 
     def ask(at: int) -> None:
-        body = {"prompt": shared + str(at), "max_tokens": 60, "ignore_eos": True}
-        answer = httpx.post(f"{router.url}/v1/completions", json=body, timeout=60, trust_env=False, verify=False)
+        body = {"prompt": shared + str(at), "max_tokens": 120, "ignore_eos": True}
+        together.wait(PATIENCE)
+        answer = httpx.post(f"{router.url}/v1/completions", json=body, timeout=90, trust_env=False, verify=False)
         engines.append(router.engine_of(answer))
 
     threads = [threading.Thread(target=ask, args=(at,)) for at in range(8)]
@@ -142,7 +156,7 @@ def test_a_client_that_leaves_is_no_load_any_more(world: World) -> None:
         if active:
             break
     assert active == 1
-    assert router.router.underway == 0
+    until(lambda: router.router.underway == 0)
 
 
 def test_models_and_readiness_are_those_of_all(world: World) -> None:
@@ -165,7 +179,8 @@ def test_models_and_readiness_are_those_of_all(world: World) -> None:
 
 
 def test_what_the_engine_refuses_is_told_as_it_tells_it(world: World) -> None:
-    direct = httpx.post(f"{next(iter(world.engines))}/v1/completions", json={"prompt": 7}, trust_env=False)
+    url = f"{next(iter(world.engines))}/v1/completions"
+    direct = httpx.post(url, json={"prompt": 7}, timeout=PATIENCE, trust_env=False)
     routed = world.router.http.post("/v1/completions", json={"prompt": 7})
     assert (routed.status_code, routed.json()) == (direct.status_code, direct.json())
     unknown = world.router.http.post("/v1/completions", json={"prompt": "a", "model": "huge"})
@@ -179,24 +194,32 @@ def test_an_engine_that_is_killed_is_missed_by_nobody(world: World) -> None:
     router = world.router
     shared = prompt("k")
     home = router.engine_of(router.complete(shared))
+    engine = next(one for one in router.fleet.engines if one.url == home)
     world.quiet()
     failed: list[Any] = []
+    answered: list[str] = []
     stop = threading.Event()
 
     def ask(at: int) -> None:
-        with httpx.Client(base_url=router.url, timeout=30, trust_env=False, verify=False) as client:
+        with httpx.Client(base_url=router.url, timeout=PATIENCE, trust_env=False, verify=False) as client:
             while not stop.is_set():
                 answer = client.post("/v1/completions", json={"prompt": shared + str(at), "max_tokens": 1})
                 if answer.status_code != 200:
                     failed.append(answer.text)
+                else:
+                    answered.append(router.engine_of(answer))
 
     threads = [threading.Thread(target=ask, args=(at,)) for at in range(2)]
     for thread in threads:
         thread.start()
-    threading.Event().wait(0.3)
+    until(lambda: home in answered)
+    # It dies with a request that it has not answered.
+    world.engines[home].send_signal(signal.SIGSTOP)
+    until(lambda: engine.active > 0)
     world.engines[home].send_signal(signal.SIGKILL)
-    until(lambda: not next(one for one in router.fleet.engines if one.url == home).up)
-    threading.Event().wait(0.3)
+    until(lambda: not engine.up)
+    answered.clear()
+    until(lambda: len(answered) >= 10)
     stop.set()
     for thread in threads:
         thread.join()

@@ -10,7 +10,7 @@ import pytest
 import trustme
 import uvicorn
 from cryptography.hazmat.primitives import serialization
-from events_world import until
+from patience import until
 from router_world import RunningRouter, serving
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse

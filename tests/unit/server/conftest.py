@@ -1,4 +1,3 @@
-import logging
 import os
 from collections.abc import Iterator
 
@@ -17,17 +16,6 @@ def _isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HOME", str(home))
         patch.chdir(home)
         yield
-
-
-@pytest.fixture
-def pristine_log() -> Iterator[None]:
-    """The kvtier logger as the test-suite found it, also after a command has set it up."""
-    logger = logging.getLogger("kvtier")
-    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
-    yield
-    logger.setLevel(level)
-    logger.propagate = propagate
-    logger.handlers[:] = handlers
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from server_world import RunningServer, slow_down, tiny_llm, until
+from patience import until
+from server_world import RunningServer, slow_down, tiny_llm
 
 from kvtier import api
 from kvtier.cli import main
@@ -18,7 +19,7 @@ GREEDY = ("--temperature", "0", "--max-tokens", "8")
 
 
 @pytest.fixture
-def talk(monkeypatch, capsys, pristine_log):
+def talk(monkeypatch, capsys):
     def run(lines, *arguments):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         code = main(["chat", *arguments])
@@ -96,14 +97,14 @@ def test_what_is_wrong_is_said(talk, server, monkeypatch):
 
 def test_who_stops_listening_stops_the_answer(monkeypatch):
     llm = tiny_llm(monkeypatch)
-    slow_down(monkeypatch, llm, 0.02)
+    slow_down(monkeypatch, llm)
     partner = LocalPartner(llm, "tiny", Style(max_tokens=200, temperature=0.0, seed=None))
     try:
         answer = partner.answer([{"role": "user", "content": "hi"}])
         assert next(answer)
         assert llm.stats().running == 1
         answer.close()
-        until(lambda: llm.stats().running == 0, seconds=2)
+        until(lambda: llm.stats().running == 0, seconds=15)
         assert partner.turn is None
     finally:
         partner.close()

@@ -12,7 +12,7 @@ from kvtier.http.keys import read_api_keys
 
 
 @pytest.fixture(autouse=True)
-def _no_model(monkeypatch, pristine_log):
+def _no_model(monkeypatch):
     def fail(*arguments):
         raise AssertionError("a model was loaded")
 

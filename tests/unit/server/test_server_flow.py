@@ -1,6 +1,7 @@
 """Generations over HTTP on the tiny model: whole and streamed, several sequences, queue, drain, disconnect, failure."""
 
 import json
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,8 @@ from contextlib import suppress
 import httpx
 import openai
 import pytest
-from server_world import RunningServer, slow_down, tiny_llm, until
+from patience import PATIENCE, until
+from server_world import RunningServer, slow_down, tiny_llm
 from tiny_model import TinyModel
 
 from kvtier import SamplingParams
@@ -224,10 +226,10 @@ def test_what_left_the_device_is_loaded_and_told(fresh):
 
 def test_a_full_queue_refuses_and_recovers(fresh, monkeypatch):
     server = fresh(max_waiting=2)
-    slow_down(monkeypatch, server.llm, 0.02)
+    hurry = slow_down(monkeypatch, server.llm)
     assert server.served.admission.limit == 6
     with ThreadPoolExecutor(6) as pool:
-        ask = {**GREEDY, "prompt": "x", "max_tokens": 40}
+        ask = {**LONG, "prompt": "x"}
         running = [pool.submit(server.post, "/v1/completions", **ask) for _ in range(6)]
         until(lambda: server.served.admission.inflight == 6)
         for asked_for in ({}, {"stream": True}):
@@ -238,6 +240,7 @@ def test_a_full_queue_refuses_and_recovers(fresh, monkeypatch):
         # What cannot ever fit is no matter of waiting.
         assert server.post("/v1/completions", prompt=["x"] * 7).status_code == 400
         assert server.get("/health").status_code == 200
+        hurry.set()
         assert {future.result().status_code for future in running} == {200}
     assert server.post("/v1/completions", prompt="x").status_code == 200
     server.at_rest()
@@ -246,11 +249,10 @@ def test_a_full_queue_refuses_and_recovers(fresh, monkeypatch):
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_client_that_goes_away_frees_its_blocks(fresh, monkeypatch, streaming):
     server = fresh()
-    slow_down(monkeypatch, server.llm, 0.02)
+    slow_down(monkeypatch, server.llm)
     body = {"prompt": ["abcdefgh", "x"], "n": 2, "stream": streaming, **LONG}
-    client = httpx.Client(timeout=0.5, verify=False)
     if streaming:
-        with client.stream("POST", server.url + "/v1/completions", json=body) as response:
+        with server.http.stream("POST", "/v1/completions", json=body) as response:
             seen = set()
             for line in response.iter_lines():
                 seen |= {choice["index"] for choice in json.loads(line[6:] or "{}").get("choices", ())}
@@ -258,21 +260,24 @@ def test_a_client_that_goes_away_frees_its_blocks(fresh, monkeypatch, streaming)
                     break
             assert server.llm.stats().running == 4
     else:
-        with pytest.raises(httpx.ReadTimeout):
-            client.post(server.url + "/v1/completions", json=body)
-    client.close()
-    began = time.monotonic()
+        url = httpx.URL(server.url)
+        content = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+        with socket.create_connection((url.host, url.port)) as line:
+            line.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+            until(lambda: server.llm.stats().running == 4)
     server.at_rest()
-    # 200 tokens would take four seconds.
-    assert time.monotonic() - began < 2
-    assert 'kvtier_sequences_total{reason="abort"} 4.0' in server.get("/metrics").text
+    told = server.get("/metrics").text
+    # None of them came to its end; those are counted of which something was heard.
+    assert 'kvtier_sequences_total{reason="length"}' not in told
+    assert not streaming or 'kvtier_sequences_total{reason="abort"} 4.0' in told
 
 
 def test_a_signal_lets_what_runs_end_and_nobody_in(fresh, monkeypatch):
     server = fresh()
-    slow_down(monkeypatch, server.llm, 0.02)
-    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, verify=False) as line:
-        future = pool.submit(server.post, "/v1/completions", prompt="x", **{**LONG, "max_tokens": 60})
+    hurry = slow_down(monkeypatch, server.llm)
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, timeout=PATIENCE, verify=False) as line:
+        future = pool.submit(server.post, "/v1/completions", prompt="x", **LONG)
         until(lambda: server.served.admission.inflight == 1)
         assert line.get("/readyz").status_code == 200
         server.signal()
@@ -282,6 +287,7 @@ def test_a_signal_lets_what_runs_end_and_nobody_in(fresh, monkeypatch):
         refused = line.post("/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert refused.headers["Retry-After"] == "30"
+        hurry.set()
         (choice,) = future.result().json()["choices"]
         assert choice["finish_reason"] == "length"
     server.join()
@@ -291,7 +297,7 @@ def test_a_signal_lets_what_runs_end_and_nobody_in(fresh, monkeypatch):
 
 def test_who_takes_too_long_to_end_is_aborted(fresh, monkeypatch):
     server = fresh(drain_timeout=0.3)
-    slow_down(monkeypatch, server.llm, 0.05)
+    slow_down(monkeypatch, server.llm)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(server.post, "/v1/completions", prompt="x", **LONG)
         until(lambda: server.llm.stats().running == 1)
@@ -303,17 +309,17 @@ def test_who_takes_too_long_to_end_is_aborted(fresh, monkeypatch):
 
 def test_a_second_signal_does_not_wait(fresh, monkeypatch):
     server = fresh()
-    slow_down(monkeypatch, server.llm, 0.05)
+    slow_down(monkeypatch, server.llm)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(server.post, "/v1/completions", prompt="x", **LONG)
         until(lambda: server.llm.stats().running == 1)
         server.signal()
         until(lambda: server.served.admission.draining)
         server.signal()
-        # 200 tokens would take ten seconds.
+        # 200 tokens would take twenty seconds.
         began = time.monotonic()
         server.join()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         with suppress(httpx.TransportError):
             assert future.result().status_code == 500
 
@@ -361,7 +367,7 @@ def test_hostile_numbers_hurt_nobody_else(server):
 
 def test_a_stream_that_breaks_off_says_so(fresh, monkeypatch):
     server = fresh()
-    slow_down(monkeypatch, server.llm, 0.01)
+    slow_down(monkeypatch, server.llm)
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="-", max_retries=0)
     chunks = client.completions.create(model="tiny", prompt="x", stream=True, max_tokens=200, temperature=0)
     next(chunks)
@@ -380,7 +386,7 @@ def test_many_clients_at_once_get_their_own(server):
 
     def one(prompt):
         if prompt in prompts[:8]:
-            barrier.wait(10)
+            barrier.wait(PATIENCE)
         return server.post("/v1/completions", prompt=prompt, **ask).json()["choices"]
 
     with ThreadPoolExecutor(8) as pool:

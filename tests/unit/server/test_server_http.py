@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 import httpx
 import pytest
+from patience import until
 from prometheus_client.parser import text_string_to_metric_families
-from server_world import RunningServer, tiny_llm, until
+from server_world import RunningServer, tiny_llm
 
 from kvtier.errors import FormatMismatch
 

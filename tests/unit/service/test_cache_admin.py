@@ -5,7 +5,8 @@ import threading
 import time
 
 import pytest
-from cache_world import BLOCK, OPAQUE, OWNER, blocks, caller, chain, data, open_cache, put, read, tenants_file, until
+from cache_world import BLOCK, OPAQUE, OWNER, blocks, caller, chain, data, open_cache, put, read, tenants_file
+from patience import until
 
 from kvtier.service.cache import LOCAL, PROCESS, PutOutcome, ServiceError
 
@@ -161,10 +162,14 @@ def test_readings_and_bytes_survive_a_quota_that_swings(cache):
             thread.join()
     assert failures == []
     cache.set_capacity(CHOSEN, "default", "host", 8 * BLOCK)
-    # What was still leased then leaves when it is let go.
-    until(lambda: cache.stats(LOCAL).tenants[0].tiers["host"]["bytes"] <= 8 * BLOCK)
-    stats = cache.stats(LOCAL).tenants[0]
-    assert (stats.leases, stats.tiers["host"]["leases"], stats.inflight_bytes) == (0, 0, 0)
+
+    def rests() -> bool:
+        stats = cache.stats(LOCAL).tenants[0]
+        held = (stats.leases, stats.tiers["host"]["leases"], stats.inflight_bytes)
+        # What was still leased then leaves when it is let go.
+        return held == (0, 0, 0) and stats.tiers["host"]["bytes"] <= 8 * BLOCK
+
+    until(rests)
 
 
 # ---- policy

@@ -1,12 +1,12 @@
 """History: curves that outlive a page, in memory that does not grow; and the counts that they are made of."""
 
 import contextlib
-import time
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from cache_world import BLOCK, EVERYTHING, OPAQUE, blocks, caller, chain, open_cache, put, read, tenants_file
+from patience import until
 
 from kvtier.service.cache import LOCAL, LONGEST_SECONDS, Cache, Scope, ServiceError
 from kvtier.service.cache.history import STEP_SECONDS, History, _Ring
@@ -99,10 +99,7 @@ def test_a_ring_keeps_the_latest_and_thins_by_number():
 
 def test_the_thread_samples_from_the_first_moment_and_ends_with_the_cache():
     cache = open_cache()
-    limit = time.monotonic() + 10
-    while len(cache.history(LOCAL, 60).times) < 2:
-        assert time.monotonic() < limit
-        time.sleep(0.002)
+    until(lambda: len(cache.history(LOCAL, 60).times) >= 2)
     thread = cache._figures._history._thread
     assert thread.is_alive()
     cache.close()

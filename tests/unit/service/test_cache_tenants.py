@@ -3,7 +3,8 @@
 import threading
 
 import pytest
-from cache_world import BLOCK, OPAQUE, OWNER, blocks, caller, chain, data, open_cache, put, read, tenants_file, until
+from cache_world import BLOCK, OPAQUE, OWNER, blocks, caller, chain, data, open_cache, put, read, tenants_file
+from patience import until
 
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.service.cache import LOCAL, NamespaceSpec, PutOutcome, Scope, ServiceError

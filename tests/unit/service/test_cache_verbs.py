@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 import xxhash
-from cache_world import BLOCK, LAYOUT, OPAQUE, OWNER, blocks, caller, chain, data, open_cache, put, read, until
+from cache_world import BLOCK, LAYOUT, OPAQUE, OWNER, blocks, caller, chain, data, open_cache, put, read
+from patience import until
 
 from kvtier.errors import LeaseError
 from kvtier.hints import Hint, RequestHints
@@ -182,11 +183,14 @@ def test_an_owner_that_dies_while_it_reads_leaves_nothing_held(tiered):
         thread.join()
     tiered.release_owner("dying")
     assert all(error is None or isinstance(error, LeaseError | ServiceError) for error in errors)
-    until(lambda: tiered.stats(LOCAL).tenants[0].leases == 0)
-    stats = tiered.stats(LOCAL).tenants[0]
-    until(lambda: tiered.stats(LOCAL).tenants[0].tiers["host"]["leases"] == 0)
-    assert stats.inflight_bytes == 0
-    assert stats.tiers["store"]["leases"] == 0
+
+    def rests() -> bool:
+        stats = tiered.stats(LOCAL).tenants[0]
+        return not (
+            stats.leases or stats.inflight_bytes or stats.tiers["host"]["leases"] or stats.tiers["store"]["leases"]
+        )
+
+    until(rests)
 
 
 def test_what_does_not_arrive_in_time_is_told_so(cache):

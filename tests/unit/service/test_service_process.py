@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import trustme
-from cache_world import OPAQUE, blocks, chain, config_of, data, open_cache, until
+from cache_world import OPAQUE, blocks, chain, config_of, data, open_cache
+from patience import PATIENCE, until
 
 from kvtier.cli import main
 from kvtier.config import load_config
@@ -108,7 +109,7 @@ class Service:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
-            until(lambda: self.said("listening") or self.process.poll() is not None, 60)
+            until(lambda: self.said("listening") or self.process.poll() is not None)
             assert self.process.poll() is None, self.lines
         except BaseException:
             self.end()
@@ -126,8 +127,8 @@ class Service:
 
     def connection(self) -> http.client.HTTPConnection:
         if self._context is None:
-            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=10, context=self._context)
+            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=PATIENCE, context=self._context)
 
     def call(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
         connection = self.connection()
@@ -143,7 +144,7 @@ class Service:
         connection = self.connection()
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.settimeout(10)
+        sock.settimeout(PATIENCE)
         sock.connect(("127.0.0.1", self.port))
         connection.sock = (
             sock if self._context is None else self._context.wrap_socket(sock, server_hostname="127.0.0.1")
@@ -153,15 +154,15 @@ class Service:
         assert response.status == 200
         return connection, response
 
-    def ended(self, seconds: float = 30) -> int:
-        code = self.process.wait(seconds)
-        self._reader.join(5)
+    def ended(self) -> int:
+        code = self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
         return code
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait(20)
-        self._reader.join(5)
+        self._reader.join(PATIENCE)
 
 
 def block_path(key: bytes) -> str:
@@ -207,7 +208,7 @@ def test_what_does_not_end_in_time_is_counted_as_left_behind():
         until(lambda: server.started)
         reading = cache.read(LOCAL, "blocks", chain(1), owner="slow").result(10)
         server.handle_exit(signal.SIGTERM, None)
-        thread.join(20)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
         assert (server.left, cache.draining, reading.closed) == (1, True, False)
     finally:
@@ -239,7 +240,7 @@ def test_who_does_not_agree_on_tls_is_left(tmp_path, authority):
                 line.sendall(sent)
                 assert line.recv(100) == b""
         server.handle_exit(signal.SIGTERM, None)
-        thread.join(20)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     finally:
         cache.close()
@@ -261,7 +262,7 @@ def test_a_hangup_before_it_is_ready_ends_nothing(tmp_path):
         assert process.stderr is not None
         assert any("listening" in line for line in process.stderr)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait(10)
@@ -295,7 +296,7 @@ def test_tls_tokens_sighup_and_the_second_signal(tmp_path, authority):
         service.process.send_signal(signal.SIGTERM)
         until(lambda: service.said("draining"))
         service.process.send_signal(signal.SIGTERM)
-        assert service.ended(10) == 1
+        assert service.ended() == 1
         connection.close()
         assert service.said("stopped at once")
         assert not any(one.split("_")[2] in json.dumps(service.lines) for one in (secret, other))

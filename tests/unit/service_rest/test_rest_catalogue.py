@@ -5,8 +5,9 @@ import time
 from concurrent.futures import Future
 
 import pytest
+from patience import until
 from prometheus_client.parser import text_string_to_metric_families
-from rest_world import KEYS, LAYOUT, LAYOUT_BYTES, chain, error_of, put_stream, running, stream, until
+from rest_world import KEYS, LAYOUT, LAYOUT_BYTES, chain, error_of, put_stream, running, stream
 
 from kvtier.errors import LeaseError, TierUnavailable
 from kvtier.service.cache import Reading, Scope, Tokens

@@ -5,7 +5,8 @@ import socket
 from contextlib import contextmanager
 
 import pytest
-from rest_world import KEYS, chain, error_of, put_stream, running, stream, until
+from patience import until
+from rest_world import KEYS, chain, error_of, put_stream, running, stream
 
 from kvtier.service.cache import Scope, Tokens
 
@@ -120,7 +121,7 @@ def test_a_follower_that_leaves_holds_nothing(rest):
 
 
 def test_a_follower_that_does_not_read_is_cut_off():
-    with running(host="8MiB", idle_timeout=0.3, send_buffer=4096) as rest, socket.socket() as line:
+    with running(host="8MiB", idle_timeout=1.0, send_buffer=4096) as rest, socket.socket() as line:
         rest.http.post("/v1/namespaces", json={"name": "n"})
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         line.connect(("127.0.0.1", rest.port))

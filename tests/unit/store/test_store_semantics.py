@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import pytest
+from patience import until
 from store_world import BLOCK, NS, FarTier, fetched, held, items, key, keys, memory_tier, nothing_is_held, verify
 
 from kvtier.cpu import HostTier
@@ -32,13 +33,6 @@ def store(below: HostTier) -> Iterator[TieredStore]:
         yield store
         store.flush()
         assert nothing_is_held(store)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 # ---- parts

@@ -16,7 +16,7 @@ from tests.faults.fault_world import flip_on_disk
 from tests.sglang_world import FakePool, FakeRank, hashes, slots
 
 PAGES = 12
-LIMIT = 0.4
+LIMIT = 1.5
 NAMES = hashes("chain", PAGES)
 
 
