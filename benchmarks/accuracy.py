@@ -8,8 +8,9 @@ of them differ first where the reference's top two logits are closer than 1e-3. 
 `--quick`: 6 short and 2 long prompts, 24 tokens. `--expected FILE` keeps what transformers said for the next run.
 
 Modes: alone, batched, preempted (a pool for a fifth of them, half of a better class; recompute), swapped (the same,
-through host), tiered (from the device, from host, from NVMe after a restart, raw and bitsplit), speculative, forked
-(n = 3), aborts, disaggregated (prompts computed in another process).
+through host), tiered (from the device, from host, from NVMe after a restart, raw and bitsplit), remote (from an object
+store, a directory, after a restart with an empty host, raw and bitsplit), pipelined (steps planned while one runs,
+cold and loaded from host), speculative, forked (n = 3), aborts, disaggregated (prompts computed in another process).
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Report, Result, arguments
+from harness import Report, Result, arguments, require
 from transformers import AutoModelForCausalLM
 
 from kvtier import LLM, AsyncLLM, SamplingParams
@@ -125,6 +126,37 @@ def tiered(task: Task) -> list[Outputs]:
     return found
 
 
+def remote(task: Task) -> list[Outputs]:
+    found = []
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+        for fmt in ("raw", "bitsplit"):
+            place = Path(directory, fmt)
+            place.mkdir()
+            # Objects of one block, so that short prompts are found, too; time enough on a busy machine.
+            store = {"url": f"file://{place}", "format": fmt, "options": "run=1", "timeout": 30.0, "absent_ttl": 0.0}
+            tiering = {"host": {"capacity": "4GiB"}, "remote": store, "recompute_gate": False, "load_deadline": 60.0}
+            with task.llm(tiering) as llm:
+                found.append(drive(llm.engine, task.prompts, task.params, "cold"))
+                llm.flush()
+            with task.llm(tiering) as llm:
+                found.append(drive(llm.engine, task.prompts, task.params, "restarted"))
+                loaded = llm.loaded_bytes()
+            print(f"  {fmt}: loaded {loaded}", flush=True)
+            require(loaded["remote"] > 0, f"nothing came from {place}")
+    return found
+
+
+def pipelined(task: Task) -> list[Outputs]:
+    tiering = {"host": {"capacity": "4GiB"}, "recompute_gate": False}
+    with task.llm(tiering, pipelined=True) as llm:
+        outputs = [drive(llm.engine, task.prompts, task.params, "cold")]
+        llm.flush()
+        llm.clear_device_cache()
+        outputs.append(drive(llm.engine, task.prompts, task.params, "host"))
+        print(f"  loaded {llm.loaded_bytes()}", flush=True)
+        return outputs
+
+
 def speculative(task: Task) -> list[Outputs]:
     with task.llm(speculative="prompt_lookup") as llm:
         outputs = drive(llm.engine, task.prompts, task.params)
@@ -176,7 +208,9 @@ async def ask_all(llm: AsyncLLM, task: Task) -> list[RequestOutput]:
 
 MODES = {
     mode.__name__: mode
-    for mode in (alone, batched, preempted, swapped, tiered, speculative, forked, aborts, disaggregated)
+    for mode in (
+        alone, batched, preempted, swapped, tiered, remote, pipelined, speculative, forked, aborts, disaggregated
+    )
 }  # fmt: skip
 
 

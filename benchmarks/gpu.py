@@ -121,7 +121,7 @@ def _figure(
     name, params = f"gpu.{measure.name}", {"us": round(1e6 * seconds, 1)}
     if peer is not None:
         params |= {"torch": measure.peer, "torch_us": round(1e6 * peer, 1)}
-    if measure.name in ("latent_decode", "prefill"):
+    if measure.name in ("latent_decode", "prefill", "product.prefill"):
         rate = work.flops / seconds
         params["gb_per_s"] = round(work.nbytes / seconds / 1e9, 1)
         return Result(

@@ -22,7 +22,8 @@ HEAD = """\
 Every setting can be written in five places. The first of these that has it decides:
 
 1. Python arguments: `LLM(tiering={"host": {"capacity": "4GiB"}}, max_running=32)`
-2. command-line flags: `kvtier --log-level debug …`
+2. command-line flags: those of a command; then `--set`, which takes every setting and comes before the command, as
+   often as you like: `kvtier --set engine.order=priority --set tiering.host.capacity=8GiB serve`
 3. environment variables: `KVTIER_TIERING__HOST__CAPACITY=4GiB`
 4. one TOML file, the first that there is of: `kvtier --config FILE`, `$KVTIER_CONFIG`, `./kvtier.toml`,
    `~/.config/kvtier/config.toml` (`$XDG_CONFIG_HOME/kvtier/config.toml`)
@@ -34,7 +35,7 @@ Every setting can be written in five places. The first of these that has it deci
 * **Sizes** are texts such as `"8GiB"` (KiB, MiB, GiB, TiB: powers of 1024) or `"8GB"` (kB, MB, GB, TB: powers of
   1000), or whole numbers of bytes.
 * **`"none"`** unsets a setting and switches a tier off: `host = "none"` under `[tiering]`,
-  `KVTIER_TIERING__HOST=none`, or `None` in Python. A setting of a tier switches it on.
+  `KVTIER_TIERING__HOST=none`, `--set tiering.host=none`, or `None` in Python. A setting of a tier switches it on.
 * **Unknown names are errors** and come with a suggestion. Illegal combinations are refused: `engine.memory` with
   `engine.num_blocks`, `tiering.nvme` without `tiering.host`, `tiering.nvme` without a `path`, a lossy `format`
   without `tiering.accept_lossy`.

@@ -16,8 +16,8 @@ HEAD = """\
 
 # Commands
 
-Global options come before the command: `kvtier --config FILE serve`. Every setting that has no option is set in a file
-or a variable: [configuration](../configuration.md).
+Global options come before the command: `kvtier --config FILE serve`. Every setting that has no option of its own is
+set by `--set`, a variable or a file: [configuration](../configuration.md).
 
 Exit codes: 0 done; 1 a check or a tier failed; 2 the command or a setting was wrong; 130 interrupted. An error is one
 line on stderr that names the value, what was expected and what to do.

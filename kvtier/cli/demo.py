@@ -66,7 +66,7 @@ def demo(
     directory = cache_dir() / f"demo-{uuid4().hex[:12]}"
     try:
         config = _config(source, device, dtype, chosen, directory)
-        answers = _run(config, chosen, console, session.loaded.file)
+        answers = _run(config, chosen, console, session.environ())
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     rows = [_row(phase, answers) for phase in dict.fromkeys(answer.phase for answer in answers)]
@@ -105,7 +105,7 @@ def _config(source: str, device: str, dtype: str, tiers: list[str], nvme: Path) 
     }
 
 
-def _run(config: dict[str, Any], tiers: list[str], console: Console, file: Path | None) -> list[Answer]:
+def _run(config: dict[str, Any], tiers: list[str], console: Console, environ: dict[str, str]) -> list[Answer]:
     phases = ["cold", *tiers]
     later = ["nvme-after-kill"] if "nvme" in tiers else []
     document = _document()
@@ -116,7 +116,7 @@ def _run(config: dict[str, Any], tiers: list[str], console: Console, file: Path 
         answers: list[Answer] = []
         for part in filter(None, (phases, later)):
             orders = Orders(config, document, QUESTIONS, part, MAX_TOKENS)
-            for kind, payload in _session(orders, file):
+            for kind, payload in _session(orders, environ):
                 if kind == "phase":
                     progress.update(task, description=f"asking {len(QUESTIONS)} questions, {payload}")
                 elif kind == "answer":
@@ -136,14 +136,13 @@ def _document() -> str:
     return text
 
 
-def _session(orders: Orders, file: Path | None) -> Iterator[tuple[str, Any]]:
-    """Run one child process, under this one's configuration file, through its phases; then SIGKILL it, tiers open."""
+def _session(orders: Orders, environ: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    """Run one child process, under this one's settings, through its phases; then SIGKILL it, tiers open."""
     command = [sys.executable, "-m", "kvtier.cli.demo_session"]
-    environ = dict(os.environ) if file is None else os.environ | {"KVTIER_CONFIG": str(file.absolute())}
     pipe = subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environ) as child,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=os.environ | environ) as child,
     ):
         try:
             yield from _conversation(child, orders, errors)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.session import Session
-from kvtier.config import Config, load_config
+from kvtier.config import Config
 from kvtier.doctor import Finding, Level, ModelFacts, Subject, examine
 from kvtier.errors import ConfigError, ModelError
 
@@ -34,7 +34,7 @@ def doctor(
     if prefill_rate is not None and not 0 < prefill_rate < math.inf:
         raise ConfigError(f"--prefill-rate {prefill_rate}: expected tokens per second, above 0")
     session: Session = context.obj
-    settings = load_config(file=config).config if config else session.loaded.config
+    settings = session.load(file=config).config if config else session.loaded.config
     findings = []
     for finding in examine(_subject(settings, prefill_rate)):
         findings.append(finding)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from kvtier.cli.models import ensure_default_model
 from kvtier.cli.session import Session
-from kvtier.config import Config, load_config
+from kvtier.config import Config
 
 if TYPE_CHECKING:
     from kvtier.api import AsyncLLM
@@ -17,7 +17,7 @@ __all__ = ["configured", "open_llm"]
 
 
 def configured(session: Session, model: str | None, flags: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
-    """The session's settings, with a command's own flags over the file and the environment.
+    """The session's settings, with a command's own flags over all else.
 
     Args:
         session: of this run.
@@ -30,7 +30,7 @@ def configured(session: Session, model: str | None, flags: Mapping[str, Mapping[
     cli: dict[str, dict[str, Any]] = {} if model is None else {"model": {"path": model}}
     for section, values in (flags or {}).items():
         cli[section] = {name: value for name, value in values.items() if value is not None}
-    return load_config(cli=cli, file=session.loaded.file).config
+    return session.load(cli).config
 
 
 def open_llm(config: Config, prefill: Path | None = None) -> tuple["AsyncLLM", str]:

@@ -36,6 +36,10 @@ def _root(
     context: typer.Context,
     *,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Configuration file (TOML).")] = None,
+    assigned: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A setting, as engine.order=priority; may be repeated."),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
@@ -44,7 +48,7 @@ def _root(
         typer.echo(f"kvtier {__version__}" if version else context.get_help())
         raise typer.Exit
     try:
-        context.obj = Session.start(config, log_level)
+        context.obj = Session.start(config, log_level, tuple(assigned or ()))
     except ConfigError:
         # Whoever asks how a command is used must be told, whatever is wrong with the settings.
         if not asks_for_help(context):

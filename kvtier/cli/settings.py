@@ -19,7 +19,8 @@ def config(
 ) -> None:
     """Print the settings in force, as a TOML file that can be used as it is.
 
-    First wins: Python arguments, command line, KVTIER_<SECTION>__<FIELD>, TOML file, defaults.
+    First wins: Python arguments, command line (a command's own flags, then --set), KVTIER_<SECTION>__<FIELD>,
+    TOML file, defaults.
     """
     session: Session = context.obj
     loaded = session.loaded

@@ -1,7 +1,7 @@
 """Joins the sources of settings into one `Config`, and remembers where each value came from."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from kvtier.config.catalog import settings
 from kvtier.config.schema import Config
-from kvtier.config.sources import Entry, find_file, from_environ, from_file, from_mapping, shown
+from kvtier.config.sources import Entry, find_file, from_assignments, from_environ, from_file, from_mapping, shown
 from kvtier.errors import ConfigError
 
 __all__ = ["LoadedConfig", "load_config"]
@@ -42,12 +42,13 @@ def load_config(
     environ: Mapping[str, str] = os.environ,
     file: Path | None = None,
     *,
+    assigned: Sequence[str] = (),
     search: bool = True,
 ) -> LoadedConfig:
     """Read all sources; the first of these that has a setting decides it.
 
     1. `overrides`: Python arguments, as nested mappings. None or "none" unsets what can be unset.
-    2. `cli`: command-line flags, likewise.
+    2. `cli`: command-line flags, likewise; then `assigned`: texts `section.field=value`, the last of a name first.
     3. `environ`: variables `KVTIER_<SECTION>__<FIELD>`.
     4. one TOML file: `file`, or else (`search`) `$KVTIER_CONFIG`, `./kvtier.toml`, `~/.config/kvtier/config.toml`.
     5. the defaults of the schema.
@@ -59,6 +60,7 @@ def load_config(
     entries = chain(
         from_file(chosen) if chosen else (),
         from_environ(environ),
+        from_assignments(assigned, "command line"),
         from_mapping(cli or {}, "command line"),
         from_mapping(overrides or {}, "Python argument"),
     )

@@ -107,7 +107,8 @@ class EngineSettings(Section):
     )
     draft_tokens: Count = Field(default=8, description="Tokens guessed ahead per request and step, at most")
     cuda_graphs: bool = Field(
-        default=True, description="Replay decode steps as CUDA graphs: less work for the host; of no effect on a CPU"
+        default=True,
+        description="Replay decode steps as CUDA graphs: less work for the host; of no effect on a CPU or with experts",
     )
     draft_memory: Size = Field(default=256 << 20, description="Memory for a small model's own KV")
 

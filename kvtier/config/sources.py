@@ -1,14 +1,14 @@
 """The sources of settings: each becomes a list of entries (dotted name, value, where it was written)."""
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.config.catalog import ENV_PREFIX, Setting, settings, suggestion
 from kvtier.errors import ConfigError
 
-__all__ = ["Entry", "find_file", "from_environ", "from_file", "from_mapping", "shown"]
+__all__ = ["Entry", "find_file", "from_assignments", "from_environ", "from_file", "from_mapping", "shown"]
 
 _FILE_VARIABLE = "KVTIER_CONFIG"
 # What Kubernetes sets for a service of that name: no slips of the pen.
@@ -53,12 +53,24 @@ def from_environ(environ: Mapping[str, str]) -> Iterator[Entry]:
     for variable in sorted(environ):
         setting = by_variable.get(variable)
         if setting is not None and "__" in variable:
-            value = environ[variable]
-            yield (_switch if setting.kind == "table" else _leaf)(setting, value, variable)
+            yield _written(setting, environ[variable], variable)
         elif variable in flat and variable not in _OTHERS:
             raise ConfigError(f"{variable}: unknown variable; did you mean {flat[variable]}?")
         elif variable.startswith(ENV_PREFIX) and "__" in variable:
             _known(variable.removeprefix(ENV_PREFIX).replace("__", ".").lower(), variable)
+
+
+def from_assignments(texts: Iterable[str], origin: str) -> Iterator[Entry]:
+    """Entries of texts `section.field=value`, in their order; values are written as in the environment.
+
+    Raises:
+        ConfigError: a text without `=`, or what `from_mapping` refuses.
+    """
+    for text in texts:
+        name, assigns, value = text.partition("=")
+        if not assigns:
+            raise ConfigError(f"{shown(text)} ({origin}): expected section.field=value, such as engine.order=priority")
+        yield _written(_known(name.strip(), origin), value.strip(), origin)
 
 
 def from_file(path: Path) -> Iterator[Entry]:
@@ -100,6 +112,10 @@ def _known(name: str, origin: str) -> Setting:
     if setting is None:
         raise ConfigError(f"{name} ({origin}): unknown setting{suggestion(name)}")
     return setting
+
+
+def _written(setting: Setting, text: str, origin: str) -> Entry:
+    return (_switch if setting.kind == "table" else _leaf)(setting, text, origin)
 
 
 def _leaf(setting: Setting, value: object, origin: str) -> Entry:

@@ -27,7 +27,7 @@ class EngineOptions:
         max_model_len: tokens of prompt and output together; None is what both the model and the pool take.
         seed: of requests that bring none of their own.
         draft_tokens: guesses per request and step at most, where a proposer makes any.
-        cuda_graphs: replay decode steps as CUDA graphs, on devices and with attention that can.
+        cuda_graphs: replay decode steps as CUDA graphs, on devices, with attention and models that can.
         scheduling: who is computed first, and who gives way.
 
     Raises:

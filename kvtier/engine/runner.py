@@ -1,5 +1,6 @@
 """Runner: a step plan becomes tensors, a forward pass, sampled tokens. The engine's only room for torch."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -19,6 +20,8 @@ from kvtier.hooks import StepSpan, TransferPlan, TransferResults, WorkerHook
 
 __all__ = ["Runner"]
 
+_log = logging.getLogger(__name__)
+
 
 class Runner:
     """Runs steps on one device.
@@ -34,7 +37,7 @@ class Runner:
         pool: the device's KV memory.
         eos_ids: tokens that end an output.
         worker: moves KV between the pool and other tiers, if anything does.
-        graphs: replay decode steps as CUDA graphs, where the attention can.
+        graphs: replay decode steps as CUDA graphs, where the attention and the model can.
     """
 
     def __init__(
@@ -52,6 +55,9 @@ class Runner:
         self._attention = make_attention(pool, model.config)
         self._attending: Callable[..., torch.Tensor] = self._attention
         self._sparse: SparseAttention | None = None
+        if graphs and model.config.routed:
+            _log.info("no decode step is replayed as a CUDA graph: the host waits for which experts the tokens chose")
+            graphs = False
         self._graphs = make_decode_graphs(model.forward, self._attention, pool) if graphs else None
         self._worker = worker
         self._handed: set[int] = set()  # this step's jobs that the worker was told of, and will report

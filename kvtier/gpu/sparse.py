@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from kvtier.errors import FormatMismatch
 from kvtier.gpu.batches import AttentionSpan
+from kvtier.gpu.block_scores import BlockScores, make_block_scores
 from kvtier.gpu.sparse_choice import Choice, make_choice
 from kvtier.gpu.storage import DevicePool
 from kvtier.layout import GroupKind
@@ -104,12 +105,20 @@ class SparseAttention:
         pool: GQA.
         num_heads: query heads.
         windows: per layer, as the model has them: there must be none.
+        scores: what blocks are chosen by; None: as the pool's device calls for.
 
     Raises:
         FormatMismatch: an MLA pool, or a model with sliding windows: what is attended to is the model's affair there.
     """
 
-    def __init__(self, base: _Base, pool: DevicePool, num_heads: int, windows: Sequence[int | None] = ()) -> None:
+    def __init__(
+        self,
+        base: _Base,
+        pool: DevicePool,
+        num_heads: int,
+        windows: Sequence[int | None] = (),
+        scores: BlockScores | None = None,
+    ) -> None:
         if pool.group.kind is not GroupKind.GQA or any(windows):
             raise FormatMismatch(
                 f"sparse attention over a {pool.group.kind} pool with windows {list(windows)}: it needs gqa without "
@@ -118,6 +127,7 @@ class SparseAttention:
         self._base = base
         self._pool = pool
         self._group = num_heads // pool.group.kv_heads
+        self._scores = scores or make_block_scores(pool)
         self._choices: dict[str, Choice] = {}
         self._rows: list[_Row] = []
         self._watched: list[_Watched] = []
@@ -144,7 +154,7 @@ class SparseAttention:
         blocks = torch.tensor(span.block_ids[: -(-span.stop // size)], device=self._pool.device)
         choice = self._choices.get(request_id)
         if choice is None:
-            choice = self._choices[request_id] = make_choice(rule.kind, self._pool, self._group)
+            choice = self._choices[request_id] = make_choice(rule.kind, self._pool, self._scores)
         choice.follow(blocks, span.stop)
         if whole or not choice.ready:
             self._watched.append(_Watched(first, first + span.stop - span.start, blocks, span.stop, choice))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtier.errors import FormatMismatch
+from kvtier.gpu.block_scores import BlockScores
 from kvtier.gpu.storage import DevicePool
 
 __all__ = ["Choice", "HeavyHitters", "QueryBounds", "make_choice"]
@@ -60,9 +61,9 @@ class QueryBounds:
 
     wants_mass = False
 
-    def __init__(self, pool: DevicePool, group: int) -> None:
+    def __init__(self, pool: DevicePool, scores: BlockScores) -> None:
         self.ready = False
-        self._pool = pool
+        self._scores = scores
         self._blocks = torch.empty(0, dtype=torch.int64, device=pool.device)
         self._bounded = [0] * len(pool.group.layers)
         shape = (len(pool.group.layers), 0, 2, pool.group.kv_heads, pool.group.head_dim)
@@ -97,8 +98,7 @@ class QueryBounds:
     def _bound(self, layer: int, full: int) -> None:
         first = self._bounded[layer]
         if first < full:
-            keys = self._pool.tensor[self._blocks[first:full], layer, 0]
-            torch.stack((keys.amin(2), keys.amax(2)), 1, out=self._bounds[layer, first:full])
+            self._bounds[layer, first:full] = self._scores.bounds(layer, self._blocks[first:full])
             self._bounded[layer] = full
 
     def learn(self, layer: int, places: Tensor, mass: Tensor) -> None:
@@ -115,9 +115,9 @@ class HeavyHitters:
 
     wants_mass = True
 
-    def __init__(self, pool: DevicePool, group: int) -> None:
+    def __init__(self, pool: DevicePool, scores: BlockScores) -> None:
         self.ready = False
-        self._pool = pool
+        self._scores = scores
         self._count = 0
         self._mass = torch.zeros(len(pool.group.layers), pool.group.kv_heads, 0, device=pool.device)
 
@@ -131,14 +131,7 @@ class HeavyHitters:
     def watch(self, layer: int, q: Tensor, blocks: Tensor, stop: int) -> None:
         """Sum up the attention of the latest queries over each block."""
         self.ready = True
-        queries, size = q[:, :, -_WATCHED_QUERIES:].float(), self._pool.layout.block_size
-        keys = self._pool.tensor[blocks, layer, 0].transpose(0, 1).flatten(1, 2)[:, :stop].float()
-        scores = torch.einsum("hgtd,hkd->hgtk", queries, keys) * q.shape[-1] ** -0.5
-        rows = queries.shape[2]
-        hidden = torch.ones(rows, stop, dtype=torch.bool, device=q.device).triu(stop - rows + 1)
-        weights = torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1).sum((1, 2))
-        padded = torch.nn.functional.pad(weights, (0, len(blocks) * size - stop))
-        self._mass[layer, :, : len(blocks)] += padded.view(len(padded), -1, size).sum(2)
+        self._mass[layer, :, : len(blocks)] += self._scores.mass(layer, q[:, :, -_WATCHED_QUERIES:], blocks, stop)
 
     def choose(self, layer: int, q: Tensor, budget: int, sink: int, recent: int) -> Tensor:
         """See `Choice.choose`."""
@@ -171,16 +164,16 @@ def best_places(scores: Tensor, budget: int, sink: int, recent: int) -> Tensor:
     return torch.cat((places, places.new_full((rows, 1), others)), 1)
 
 
-def make_choice(kind: str, pool: DevicePool, group: int) -> Choice:
-    """The choice of a sequence of its own.
+def make_choice(kind: str, pool: DevicePool, scores: BlockScores) -> Choice:
+    """The choice of a sequence of its own, over the pool's keys.
 
     Raises:
         FormatMismatch: an unknown kind.
     """
     match kind:
         case "h2o":
-            return HeavyHitters(pool, group)
+            return HeavyHitters(pool, scores)
         case "quest":
-            return QueryBounds(pool, group)
+            return QueryBounds(pool, scores)
         case _:
             raise FormatMismatch(f"sparse kind {kind!r}: expected h2o or quest")

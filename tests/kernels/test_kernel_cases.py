@@ -6,7 +6,7 @@ from kernel_world import CPU
 from kvtier.gpu.kernels import checks as checks_module
 from kvtier.gpu.kernels.cases import Checked, Sizes, checks, measures, seconds
 
-SMALL = Sizes(2, 9, 1, 2, 32, 32, 16, 16, 3, 64)
+SMALL = Sizes(2, 9, 1, 2, 32, 32, 16, 16, 3, 64, 40)
 
 
 @pytest.fixture
@@ -14,9 +14,18 @@ def short(monkeypatch):
     monkeypatch.setattr(checks_module, "_DECODES", ((0, 1), (15, 16), (19, 20)))
     monkeypatch.setattr(checks_module, "_PREFILLS", ((0, 1), (3, 8)))
     monkeypatch.setattr(checks_module, "_WRITTEN", 4)
+    monkeypatch.setattr(checks_module, "_PRODUCT_SHAPE", (33, 300))
 
 
-CHOSEN = ["decode.float16.80x1", "prefill.bfloat16.128x8.window", "latent.16", "write.raw", "write.fp8", "gather"]
+CHOSEN = [
+    "decode.float16.80x1",
+    "prefill.bfloat16.128x8.window",
+    "latent.16",
+    "product.bfloat16.17",
+    "write.raw",
+    "write.fp8",
+    "gather",
+]
 
 
 @pytest.mark.usefixtures("short")

@@ -15,12 +15,17 @@ CHOSEN = [
     "decode.split.bfloat16.128x8",
     "decode.fp8.128x8",
     "decode.int4r.128x8",
+    "decode.split.bfloat16.96x1",
     "prefill.bfloat16.128x8",
+    "prefill.bfloat16.192x8",
     "mass.bfloat16.128x8",
     "write.bfloat16.128x8",
     "write.fp8.128x8",
     "write.int4r.128x8",
     "latent.bfloat16.128",
+    "product.bfloat16.16",
+    "product.bfloat16.512",
+    "product.float32.64",
     "gather",
     "bounds",
 ]
@@ -52,6 +57,7 @@ def test_compiles_for(arch, shared_limit, tmp_path):
     code = {name: ptx for name, _, ptx in found}
     assert "mma" in code["decode.split.bfloat16.128x8.decode"]
     assert ".bf16" in code["prefill.bfloat16.128x8.prefill"]
+    assert "mma" in code["product.bfloat16.512.product"]
 
 
 def test_names_are_unique_and_the_chosen_are_there():

@@ -110,6 +110,11 @@ class DeepseekConfig(ModelConfig):
     mixture: MixtureShape | None
 
     @property
+    def routed(self) -> bool:
+        """See `ModelConfig.routed`."""
+        return self.mixture is not None and self.mixture.first < self.layers
+
+    @property
     def rope_dim(self) -> int:
         """Elements of a head that RoPE turns."""
         return self.latent.rope

@@ -2,19 +2,24 @@
 
 One symmetric scale per output channel, as in LLM.int8() (Dettmers et al., arXiv:2208.07339) without its outliers:
 w = scale * q, q in [-127, 127]. Scales are rounded to the activations' dtype before the weights are divided by them,
-so a product knows the very scales that were used. Two ways to multiply, measured on one core with AVX-512 and AMX:
+so a product knows the very scales that were used. Ways to multiply, those of a CPU measured on one core with AVX-512
+and AMX:
 
+    CUDA        own kernel, where Triton is installed: weights are read as bytes (not measured)
     few rows    torch's int8 kernel, bfloat16 only: at 1 row 1.3 to 1.9 times as fast as packed bfloat16, from 5 rows
                 on slower: its time grows with the rows
-    more        weights go back to 16 or 32 bits in blocks that stay in cache, times the rows, times the scale: 1.5 to
+    else        weights go back to 16 or 32 bits in blocks that stay in cache, times the rows, times the scale: 1.5 to
                 3 times slower than packed bfloat16
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from kvtier.gpu import kernels
 
 __all__ = ["Int8Linear"]
 
@@ -33,16 +38,19 @@ class Int8Linear:
         bias: [out], in the dtype of `weight`.
     """
 
-    __slots__ = ("_bias", "_kernel_rows", "_scales", "_weight")
+    __slots__ = ("_bias", "_kernel_rows", "_product", "_scales", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight, self._scales = _rounded(weight)
         self._bias = bias
+        self._product = _product_on(weight.device)
         whole = weight.device.type == "cpu" and weight.shape[1] % _KERNEL_COLUMNS == 0
         self._kernel_rows = _KERNEL_ROWS if whole and _kernel_works(weight.dtype) else 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out], in the dtype of the weights that were given."""
+        if self._product is not None:
+            return self._product(x.contiguous(), self._weight, self._scales, self._bias)
         if 0 < len(x) <= self._kernel_rows:
             out = torch._weight_int8pack_mm(x.contiguous(), self._weight, self._scales)  # noqa: SLF001
         else:
@@ -54,6 +62,16 @@ class Int8Linear:
         block = x.new_empty((max(room // (x.shape[-1] * x.itemsize), 1), x.shape[-1]))
         parts = torch.split(self._weight, len(block))
         return torch.cat([functional.linear(x, block[: len(part)].copy_(part)) for part in parts], dim=-1)
+
+
+def _product_on(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None:
+    """The kernel that multiplies on a device, if it has one."""
+    if device.type != "cuda" or not kernels.available():
+        return None
+    # Triton is optional and takes seconds to import.
+    from kvtier.gpu.kernels.int8_product import int8_product  # noqa: PLC0415
+
+    return int8_product
 
 
 def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ latent_decode                         attention over MLA latents
 write_kv                              new KV into a pool, coded on the way
 quantized_pool                        a pool of coded blocks
 gather                                scattered blocks to and from contiguous memory, one launch
+int8_product                          products with int8 weights
 block_mass                            how much attention each block got; bounds of its keys
 catalog                               everything compiled ahead of time
 cases                                 checks and measurements for a real device

@@ -18,6 +18,7 @@ from kvtier.errors import ConfigError
 from kvtier.gpu.kernels.batch import DecodeBatch, PrefillBatch, tile_shape
 from kvtier.gpu.kernels.block_mass import bounds_launch, mass_launches
 from kvtier.gpu.kernels.gather import copy_launch
+from kvtier.gpu.kernels.int8_product import product_launches
 from kvtier.gpu.kernels.latent_decode import latent_launches
 from kvtier.gpu.kernels.launch import INTERPRETED, Launch
 from kvtier.gpu.kernels.paged_decode import decode_launches
@@ -35,6 +36,7 @@ _SIGNS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -66,6 +68,8 @@ def entries() -> Iterator[Entry]:
         (torch.bfloat16, 128, 8),
         (torch.bfloat16, 64, 3),
         (torch.float16, 80, 1),
+        (torch.bfloat16, 96, 1),
+        (torch.bfloat16, 192, 8),
         (torch.bfloat16, 256, 16),
         (torch.float32, 128, 4),
     ):
@@ -75,6 +79,9 @@ def entries() -> Iterator[Entry]:
     for dtype in (torch.bfloat16, torch.float32):
         for heads in (16, 128):
             yield Entry(f"latent.{_name(dtype)}.{heads}", _bound(_latent, dtype, heads))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows in (16, 64, 512):
+            yield Entry(f"product.{_name(dtype)}.{rows}", _bound(_product, dtype, rows))
     yield Entry("gather", _bound(_gather, True))
     yield Entry("scatter", _bound(_gather, False))
     yield Entry("bounds", _bounds)
@@ -192,6 +199,14 @@ def _latent(dtype: torch.dtype, heads: int) -> list[Launch]:
         *latent_launches(q, cache, _decode_batch(4096), out, scale=0.1, splits=8),
         write_launch(new, None, LayerKV(rows, rows), _empty(_TOKENS, dtype=torch.int64)),
     ]
+
+
+def _product(dtype: torch.dtype, rows: int) -> list[Launch]:
+    """Split and whole of few rows, the latter with a bias."""
+    x, weight = _empty(rows, 4096, dtype=dtype), _empty(1024, 4096, dtype=torch.int8)
+    scales, out = _empty(1024, dtype=dtype), _empty(rows, 1024, dtype=dtype)
+    few = product_launches(x, weight, scales, None, out, 8) if rows <= 64 else []
+    return [*few, *product_launches(x, weight, scales, scales, out, 1)]
 
 
 def _gather(gather: bool) -> list[Launch]:  # noqa: FBT001

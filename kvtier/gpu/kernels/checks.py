@@ -12,6 +12,7 @@ from kvtier.gpu.kernels import reference
 from kvtier.gpu.kernels.batch import DecodeBatch, PrefillBatch
 from kvtier.gpu.kernels.block_mass import block_mass, key_bounds
 from kvtier.gpu.kernels.gather import gather_blocks, scatter_blocks
+from kvtier.gpu.kernels.int8_product import int8_product
 from kvtier.gpu.kernels.latent_decode import latent_decode
 from kvtier.gpu.kernels.paged_decode import paged_decode
 from kvtier.gpu.kernels.paged_prefill import paged_prefill
@@ -29,6 +30,7 @@ _HALF_STEP = {"int8": 0.5 / 127, "int8r": 1.5 / 127, "fp8": 17 / 448, "k8v4": 3.
 _DECODES = ((0, 1), (14, 15), (15, 16), (16, 17), (699, 700), (4000, 4001))
 _PREFILLS = ((0, 1), (0, 17), (15, 33), (300, 800), (0, 129))
 _WRITTEN = 200
+_PRODUCTS, _PRODUCT_SHAPE = (1, 17, 64, 333), (1000, 4100)
 
 
 class Checked(NamedTuple):
@@ -63,6 +65,8 @@ def checks() -> list[Check]:
         (torch.bfloat16, 128, 8),
         (torch.float16, 80, 1),
         (torch.float32, 64, 3),
+        (torch.bfloat16, 96, 1),
+        (torch.bfloat16, 192, 8),
         (torch.bfloat16, 256, 16),
     ):
         shape, name = (dtype, width, group), f"{str(dtype).removeprefix('torch.')}.{width}x{group}"
@@ -76,6 +80,10 @@ def checks() -> list[Check]:
         found.append(Check(f"prefill.{coding}", functools.partial(_prefill_coded, coding=coding)))
         found.append(Check(f"write.{coding}", functools.partial(_write_coded, coding=coding)))
     found += [Check(f"latent.{heads}", functools.partial(_latent, heads=heads)) for heads in (16, 128)]
+    for dtype in _TOLERANCE:
+        for rows in _PRODUCTS:
+            name = f"product.{str(dtype).removeprefix('torch.')}.{rows}"
+            found.append(Check(name, functools.partial(_product, dtype=dtype, rows=rows)))
     return [*found, Check("write.raw", _write_raw), Check("gather", _gather)]
 
 
@@ -166,6 +174,16 @@ def _latent(device: torch.device, *, heads: int) -> Checked:
     latent_decode(q, cache, DecodeBatch.make(spans, range(len(spans)), device), out, scale=0.05)
     expected = reference.latent_attention(q, cache, spans, latent=512, scale=0.05)
     return _checked(out, expected, _TOLERANCE[dtype])
+
+
+def _product(device: torch.device, *, dtype: torch.dtype, rows: int) -> Checked:
+    columns, inner = _PRODUCT_SHAPE
+    x = _draw(rows, inner, dtype=dtype, device=device)
+    weight = torch.randint(-127, 128, (columns, inner), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    scales, bias = (_draw(columns, dtype=dtype, device=device, seed=seed) for seed in (2, 3))
+    weight = weight.to(device)
+    expected = (x.double() @ weight.double().T) * scales.double() + bias.double()
+    return _checked(int8_product(x, weight, scales, bias), expected, _TOLERANCE[dtype])
 
 
 def _write_raw(device: torch.device) -> Checked:

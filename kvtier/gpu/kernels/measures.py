@@ -13,6 +13,7 @@ from torch.nn import functional
 from kvtier.gpu.kernels.batch import DecodeBatch, PrefillBatch
 from kvtier.gpu.kernels.block_mass import block_mass
 from kvtier.gpu.kernels.gather import gather_blocks
+from kvtier.gpu.kernels.int8_product import int8_product
 from kvtier.gpu.kernels.latent_decode import latent_decode
 from kvtier.gpu.kernels.paged_decode import paged_decode
 from kvtier.gpu.kernels.paged_prefill import paged_prefill
@@ -63,6 +64,7 @@ class Sizes(NamedTuple):
     latent_heads: int = 128
     moved_blocks: int = 2048
     block_bytes: int = 128 << 10
+    matrix: int = 8192
 
 
 def measures(sizes: Sizes | None = None) -> list[Measure]:
@@ -84,6 +86,11 @@ def measures(sizes: Sizes | None = None) -> list[Measure]:
         ),
         Measure("gather.to_device", functools.partial(_gather, sizes=given, pinned=False), "index_select"),
         Measure("gather.to_host", functools.partial(_gather, sizes=given, pinned=True), "memcpy of contiguous bytes"),
+        *(
+            Measure(f"product.{rows}", functools.partial(_product, sizes=given, rows=rows), "bfloat16 weights")
+            for rows in (1, given.batch)
+        ),
+        Measure("product.prefill", functools.partial(_product, sizes=given, rows=given.context), "bfloat16 weights"),
         Measure("block_mass", functools.partial(_mass, sizes=given)),
     ]
 
@@ -222,6 +229,20 @@ def _mass(device: torch.device, *, sizes: Sizes) -> Work:
         lambda: block_mass(q, kv.key, batch.tables, batch.lengths, scale=sizes.head_dim**-0.5),
         _row_bytes(kv) * sizes.batch * sizes.context,
         4 * sizes.context * q.numel(),
+    )
+
+
+def _product(device: torch.device, *, sizes: Sizes, rows: int) -> Work:
+    """A square matrix of int8 weights."""
+    width = sizes.matrix
+    x, wide = (torch.randn(count, width, dtype=torch.bfloat16, device=device) for count in (rows, width))
+    weight = torch.randint(-127, 128, (width, width), dtype=torch.int8, device=device)
+    scales = torch.rand(width, device=device).bfloat16()
+    return Work(
+        lambda: int8_product(x, weight, scales),
+        weight.numel() + 2 * x.numel() * x.itemsize,
+        2 * rows * weight.numel(),
+        lambda: functional.linear(x, wide),
     )
 
 

@@ -13,7 +13,9 @@ import pytest
 from kvtier import __version__
 from kvtier.cli import main
 from kvtier.cli.lazy import COMMANDS, Entry
-from kvtier.config import Config
+from kvtier.cli.loading import configured
+from kvtier.cli.session import Session
+from kvtier.config import Config, LoadedConfig
 from kvtier.errors import ConfigError, KVTierError, TierUnavailable
 
 
@@ -107,6 +109,36 @@ def test_config_json_is_one_object(capsys, tmp_path):
     assert (row["file"], row["origins"]["log.format"]) == ("kvtier.toml", "kvtier.toml")
 
 
+# ---- --set
+
+
+def test_set_takes_every_setting_and_the_last_of_a_name_wins(capsys, monkeypatch):
+    monkeypatch.setenv("KVTIER_ENGINE__ORDER", "slack")
+    given = ["engine.order=fcfs", "engine.order = priority", "tiering.host=none", "server.served_model_name=a=b"]
+    code, out, err = run(capsys, *(part for text in given for part in ("--set", text)), "config", "--json", "--explain")
+    assert (code, err) == (0, "")
+    row = json.loads(out)
+    assert row["config"]["engine"]["order"] == "priority"
+    assert row["config"]["tiering"]["host"] is None
+    assert row["config"]["server"]["served_model_name"] == "a=b"
+    assert row["origins"]["engine.order"] == row["origins"]["tiering.host"] == "command line"
+
+
+def test_a_commands_own_flags_come_before_set():
+    session = Session.start(None, "error", ("server.port=1", "server.host=0.0.0.0", "log.level=info"))
+    config = configured(session, None, {"server": {"port": 2, "host": None}})
+    assert (config.server.port, config.server.host, config.log.level) == (2, "0.0.0.0", "error")
+
+
+def test_set_reaches_a_file_that_a_command_names(capsys, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[tiering.nvme]\npath = 'n'\n")
+    code, _, err = run(capsys, "--set", "tiering.host=none", "doctor", "--config", str(file))
+    assert code == 2
+    assert "tiering.host: command line" in err
+    assert f"tiering.nvme: {file}" in err
+
+
 # ---- how errors end a run
 
 
@@ -119,6 +151,10 @@ def test_config_json_is_one_object(capsys, tmp_path):
         (["--config"], "requires an argument"),
         (["--config", "gone.toml", "config"], "config file gone.toml: No such file or directory"),
         (["--log-level", "loud", "config"], "log.level = 'loud' (command line): expected 'debug'"),
+        (["--set", "engine.order", "config"], "'engine.order' (command line): expected section.field=value"),
+        (["--set", "engine.ordr=slack", "config"], "engine.ordr (command line): unknown setting; did you mean"),
+        (["--set", "engine.order=loud", "config"], "engine.order = 'loud' (command line): expected 'fcfs'"),
+        (["--set", "engine=3", "config"], "engine = '3' (command line): expected a table of settings"),
         (["model", "path"], "fetch it with `kvtier model get`"),
     ],
 )
@@ -254,12 +290,20 @@ def test_help_of_a_command_needs_no_valid_configuration(capsys, tmp_path, argume
     assert "did you mean engine.block_size?" in err
 
 
-def test_the_demo_runs_its_processes_under_the_same_configuration_file(tmp_path):
+@pytest.mark.parametrize(
+    ("assigned", "says"),
+    [
+        ((), r"engine\.seed = -7 \(.*mine\.toml\)"),
+        (("engine.seed = -9",), r"engine\.seed = '-9' \(KVTIER_ENGINE__SEED"),
+    ],
+)
+def test_the_demo_runs_its_processes_under_the_same_settings(tmp_path, assigned, says):
     from kvtier.cli.demo import _session
     from kvtier.cli.demo_session import Orders
 
     file = tmp_path / "mine.toml"
     file.write_text("[engine]\nblock_size = 16\nseed = -7\n")
     orders = Orders({"model": {"path": str(tmp_path / "no model")}}, "", [], [], 1)
-    with pytest.raises(KVTierError, match=r"engine\.seed = -7 \(.*mine\.toml\)"):
-        list(_session(orders, file))
+    session = Session(LoadedConfig(Config(), {}, file), assigned)
+    with pytest.raises(KVTierError, match=says):
+        list(_session(orders, session.environ()))

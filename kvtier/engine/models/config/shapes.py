@@ -161,6 +161,11 @@ class ModelConfig:
         return text
 
     @property
+    def routed(self) -> bool:
+        """Tokens are sent to experts, whose numbers of rows the host has to know: a step waits for the device."""
+        return self.experts is not None
+
+    @property
     def block_params(self) -> int:
         """Weights that every token passes through: all layers' matrices, without embedding and head."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
