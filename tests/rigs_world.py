@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -195,4 +194,3 @@ def _damaged(key: bytes, data: memoryview) -> Block:
     wrong = bytearray(data)
     wrong[len(wrong) // 2] ^= 1
     return Block(key, wrong)
-

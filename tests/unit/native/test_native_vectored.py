@@ -5,6 +5,7 @@ import mmap
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
