@@ -25,7 +25,6 @@ CHOSEN = [
     "latent.bfloat16.128",
     "product.bfloat16.16",
     "product.bfloat16.512",
-    "product.float32.64",
     "gather",
     "bounds",
 ]
