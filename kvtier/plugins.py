@@ -1,4 +1,4 @@
-"""Plug-ins: tiers, policies and formats by name, from this package, from others, or as "module:Class"."""
+"""Plug-ins: policies and formats by name, from this package, from others, or as "module:Class"."""
 
 import difflib
 import importlib

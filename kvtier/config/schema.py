@@ -180,6 +180,10 @@ class TieringSettings(Section):
     load_deadline: Seconds = Field(
         default=10.0, description="Seconds after which a load that does not arrive is a miss"
     )
+    admission: str = Field(
+        default="second_touch",
+        description="Under write = second_touch, what says which blocks are written: second_touch, or module:Class",
+    )
     prefetch: str = Field(
         default="none",
         description="Bring a session's KV to host before its next turn is expected: none, next_turn, or module:Class",

@@ -7,10 +7,11 @@ from kvtier.policies.clock2 import Clock2Policy
 from kvtier.policies.lru import LruPolicy
 from kvtier.policies.optimum import optimum_hits
 from kvtier.policies.prefetch import NextTurn, NoPrefetch, PrefetchPolicy
-from kvtier.policies.registry import POLICIES, PREFETCHES, make_policy, make_prefetch
+from kvtier.policies.registry import ADMISSIONS, POLICIES, PREFETCHES, make_admission, make_policy, make_prefetch
 from kvtier.policies.s3fifo import S3FifoPolicy
 
 __all__ = [
+    "ADMISSIONS",
     "POLICIES",
     "PREFETCHES",
     "AdmissionPolicy",
@@ -26,6 +27,7 @@ __all__ = [
     "S3FifoPolicy",
     "SecondTouch",
     "WriteMeter",
+    "make_admission",
     "make_policy",
     "make_prefetch",
     "optimum_hits",

@@ -1,15 +1,18 @@
-"""Eviction and prefetch policies by name."""
+"""Policies by name: eviction, prefetch, admission."""
 
 import time
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 from kvtier.errors import CapacityError, ConfigError
 from kvtier.plugins import Registry
+from kvtier.policies.admission import AdmissionPolicy
 from kvtier.policies.base import EvictionPolicy
 from kvtier.policies.prefetch import PrefetchPolicy
 
-__all__ = ["POLICIES", "PREFETCHES", "make_policy", "make_prefetch"]
+__all__ = ["ADMISSIONS", "POLICIES", "PREFETCHES", "make_admission", "make_policy", "make_prefetch"]
+
+_P = TypeVar("_P")
 
 POLICIES: Registry[EvictionPolicy] = Registry(
     "kvtier.policies",
@@ -24,6 +27,10 @@ POLICIES: Registry[EvictionPolicy] = Registry(
 PREFETCHES: Registry[PrefetchPolicy] = Registry(
     "kvtier.prefetch",
     {"none": "kvtier.policies.prefetch:NoPrefetch", "next_turn": "kvtier.policies.prefetch:NextTurn"},
+)
+
+ADMISSIONS: Registry[AdmissionPolicy] = Registry(
+    "kvtier.admission", {"second_touch": "kvtier.policies.admission:SecondTouch"}
 )
 
 _EXPECTED = "a class of kvtier.policies.EvictionPolicy, called as Class(capacity_blocks, clock=clock)"
@@ -66,11 +73,27 @@ def make_prefetch(name: str) -> PrefetchPolicy:
     Raises:
         ConfigError: no such policy, or what it names is none.
     """
-    expected = "a class of kvtier.policies.PrefetchPolicy, called without arguments"
+    return _made("prefetch", name, PREFETCHES, "kvtier.policies.PrefetchPolicy", "turn_ended")
+
+
+def make_admission(name: str) -> AdmissionPolicy:
+    """A new admission policy.
+
+    Args:
+        name: "second_touch", what another distribution registered, or "module:Class"; called without arguments.
+
+    Raises:
+        ConfigError: no such policy, or what it names is none.
+    """
+    return _made("admission", name, ADMISSIONS, "kvtier.policies.AdmissionPolicy", "admit")
+
+
+def _made(kind: str, name: str, registry: Registry[_P], protocol: str, verb: str) -> _P:
+    expected = f"a class of {protocol}, called without arguments"
     try:
-        policy = PREFETCHES.get(name)()
+        policy = registry.get(name)()
     except TypeError as error:
-        raise ConfigError(f"prefetch {name!r} cannot be made ({error}): expected {expected}") from error
-    if not callable(getattr(policy, "turn_ended", None)):
-        raise ConfigError(f"prefetch {name!r} is a {type(policy).__name__}: expected {expected}")
+        raise ConfigError(f"{kind} {name!r} cannot be made ({error}): expected {expected}") from error
+    if not callable(getattr(policy, verb, None)):
+        raise ConfigError(f"{kind} {name!r} is a {type(policy).__name__}: expected {expected}")
     return policy

@@ -11,7 +11,7 @@ from kvtier.events import EventLog
 from kvtier.layout import Layout
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeOptions, NvmeTier
-from kvtier.policies import make_policy, make_prefetch
+from kvtier.policies import make_admission, make_policy, make_prefetch
 from kvtier.remote import RemoteTier, open_remote
 from kvtier.store.options import StoreOptions
 from kvtier.store.tiered import TieredStore
@@ -91,6 +91,7 @@ def _options(settings: TieringSettings, host: HostSettings, limit: int) -> Store
         write_budget=None if nvme is None else nvme.write_budget,
         load_deadline=settings.load_deadline,
         session_keys=_MOST_KEYS if remote else min(max(local // _SMALL_BLOCK, _FEWEST_KEYS), _MOST_KEYS),
+        admission=make_admission(settings.admission),
         prefetch=make_prefetch(settings.prefetch),
     )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 from kvtier.errors import ConfigError
+from kvtier.policies.admission import AdmissionPolicy, SecondTouch
 from kvtier.policies.prefetch import NoPrefetch, PrefetchPolicy
 
 __all__ = ["StoreOptions", "WriteRule"]
@@ -27,6 +28,7 @@ class StoreOptions:
         write_rule: blocks go to lower tiers at once, when they are about to leave host, or at their second touch.
         write_budget: bytes per day that may be written to lower tiers, not counting remote ones; above it, second touch
             only. None: no limit.
+        admission: what is asked under the rule `second_touch`.
         load_deadline: seconds after which a load that was given no deadline is a miss; close and flush wait as long
             for a tier that makes no progress.
         session_keys: keys of which it is remembered to which session they belong; of those beyond it nobody knows.
@@ -41,6 +43,7 @@ class StoreOptions:
     staging_bytes: int = 1 << 26
     write_rule: WriteRule = "through"
     write_budget: int | None = None
+    admission: AdmissionPolicy = field(default_factory=SecondTouch)
     load_deadline: float = 10.0
     session_keys: int = 1 << 20
     prefetch: PrefetchPolicy = field(default_factory=NoPrefetch)

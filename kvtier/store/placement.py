@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 
 from kvtier.hints import NO_HINT, Hint
 from kvtier.metrics import Metrics
-from kvtier.policies.admission import AdmissionPolicy, AlwaysAdmit, BudgetedAdmission, SecondTouch
+from kvtier.policies.admission import AdmissionPolicy, AlwaysAdmit, BudgetedAdmission
 from kvtier.store.demotion import Demoter
 from kvtier.store.gateway import GatewayTier
 from kvtier.store.lanes import Lane
@@ -70,7 +70,7 @@ class Placement:
         self._budget = None if options.write_budget is None else self._budgeted(options.write_budget, clock)
         self._admission: AdmissionPolicy = self._budget or AlwaysAdmit()
         if self._rule == "second_touch":
-            self._admission = SecondTouch(_REMEMBERED)
+            self._admission = options.admission
         # Where lossy blocks are accepted, one below is as good as an exact one that leaves.
         self._exact = not options.accept_lossy
         self._metrics = metrics

@@ -10,6 +10,8 @@ from kvtier.policies import (
     NextTurn,
     NoPrefetch,
     S3FifoPolicy,
+    SecondTouch,
+    make_admission,
     make_policy,
     make_prefetch,
 )
@@ -37,6 +39,13 @@ def test_prefetch_policies_by_name_and_from_elsewhere() -> None:
         make_prefetch("kvtier.policies.arc:ArcPolicy")
     with pytest.raises(ConfigError, match=r"is a OrderedDict: expected a class of kvtier\.policies\.PrefetchPolicy"):
         make_prefetch("collections:OrderedDict")
+
+
+def test_admission_policies_by_name_and_from_elsewhere() -> None:
+    assert isinstance(make_admission("second_touch"), SecondTouch)
+    assert isinstance(make_admission("kvtier.policies.admission:SecondTouch"), SecondTouch)
+    with pytest.raises(ConfigError, match="admission 'always': unknown, expected one of second_touch or"):
+        make_admission("always")
 
 
 @pytest.mark.parametrize("name", ["arc", "s3fifo"])

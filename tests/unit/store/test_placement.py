@@ -1,7 +1,7 @@
 """When blocks go to the lower tier: write rules, budget, and what was too late."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from store_world import BLOCK, FarTier, fetched, held, items, keys, memory_tier, nothing_is_held
@@ -55,6 +55,31 @@ def test_leave_writes_nothing_while_host_has_room_and_all_of_it_before_it_goes()
             store.flush()
         assert dropped(store, "evicted_before_write") == 0
         assert below.stats()["blocks"] == 50 * 4
+
+
+class Even:
+    """An admission policy of one's own: every other block that it is asked about."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def admit(self, keys: Sequence[bytes], nbytes: Sequence[int], hints: Sequence[Hint]) -> list[bool]:
+        assert len(keys) == len(nbytes) == len(hints)
+        self.asked += len(keys)
+        return [key[0] % 2 == 0 for key in keys]
+
+
+def test_an_admission_policy_of_ones_own_decides_and_descendants_of_what_it_refuses_stay() -> None:
+    policy = Even()
+    with opened(64, write_rule="second_touch", admission=policy) as (store, below):
+        for chain in range(8):
+            store.put(items(chain, 3)).result()
+        store.flush()
+        assert policy.asked == 8 * 3
+        for chain in range(8):
+            named = keys(chain, 3)
+            refused = next((depth for depth, key in enumerate(named) if key[0] % 2), 3)
+            assert held(below, named) == [depth < refused for depth in range(3)]
 
 
 def test_leave_writes_parents_before_their_children() -> None:
