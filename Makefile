@@ -12,13 +12,17 @@ WORKERS ?= 2
 REMOTE_FAULTS := $(foreach kind,valkey objects peer,tests/faults/test_$(kind)_faults.py)
 TORCH_PIN := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-remote test-sglang test-vllm lint format docs dist fault-matrix clean venv dev bench
+.PHONY: demo test kernels test-remote test-sglang test-vllm lint format docs dist fault-matrix clean venv dev bench
 
 demo: $(VENV)/.installed
 	$(BIN)/kvtier demo
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/remote --ignore tests/sglang --ignore tests/vllm $(addprefix --ignore ,$(REMOTE_FAULTS))
+
+# Triton kernels, compiled ahead of time for devices that need not be here, and the copies on their simulator.
+kernels: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py --dry-run --quick
 
 # Remote tiers against real servers: Valkey from a wheel, moto's S3; SeaweedFS, TLS (redis-server) and network namespaces where
 # they are there. See docs/remote.md.
