@@ -1,5 +1,6 @@
 """A circuit breaker: a tier or server that does not answer in time is left alone for a while."""
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -43,6 +44,8 @@ class Breaker:
             return True
         with self._lock:
             now = self._clock()
+            if not self.is_open:
+                return True
             if now < self._next_trial:
                 return False
             self._next_trial = now + self._pause
@@ -64,6 +67,13 @@ class Breaker:
             self._on_trial = False
             self._next_trial = now + self._pause
             return not was_open
+
+    def answered(self) -> None:
+        """It answers, which says nothing of its bytes so far: closed until one more failure, the pause as it was."""
+        with self._lock:
+            if self.is_open:
+                self._failures = math.ceil(self._threshold) - 1
+                self._on_trial = False
 
     def succeeded(self) -> None:
         """It did its work in time."""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.client.decoding import layout_of
-from kvtier.client.errors import ClientError, Conflict, Interrupted, Refused, Unreachable
+from kvtier.client.errors import ClientError, Conflict, Interrupted, NotFound, Refused, Unreachable
 from kvtier.client.pipeline import Pipeline
 from kvtier.client.results import Block, Found, Match, Namespace, Pin, Prefetch, PutOutcome
 from kvtier.client.shared import Lease, SharedMemory
@@ -173,7 +173,12 @@ class DataClient:
         self, ns: str, key: bytes, part: int = 0, *, lossy: bool = False, timeout: float | None = None
     ) -> Found | None:
         """Read one part of one block; None: it is not there."""
-        found = self.get_many(ns, [key], parts=[part], lossy=lossy, timeout=timeout)
+        try:
+            found = self.get_many(ns, [key], parts=[part], lossy=lossy, timeout=timeout)
+        except NotFound as error:
+            if error.code == "unknown_block":
+                return None
+            raise
         return found[0] if found else None
 
     def get_many(
@@ -307,8 +312,13 @@ class DataClient:
         return _prefetch(self._ask(Opcode.PREFETCHED, wire.Prefetched(prefetch_id), wire.PrefetchAnswer, timeout))
 
     def cancel(self, prefetch_id: str, *, timeout: float | None = None) -> Prefetch:
-        """Stop a prefetch; one that has ended is left alone."""
-        return _prefetch(self._ask(Opcode.CANCEL, wire.Cancel(prefetch_id), wire.PrefetchAnswer, timeout))
+        """Stop a prefetch; one that has ended, or was cancelled before, is left alone."""
+        try:
+            return _prefetch(self._ask(Opcode.CANCEL, wire.Cancel(prefetch_id), wire.PrefetchAnswer, timeout))
+        except NotFound as error:
+            if error.code == "unknown_prefetch":
+                return Prefetch(prefetch_id, "cancelled", 0)
+            raise
 
     def hint(
         self,

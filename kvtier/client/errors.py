@@ -86,7 +86,7 @@ class Forbidden(Refused):
 
 
 class NotFound(Refused):
-    """No such namespace, block, pin or prefetch."""
+    """No such tenant, namespace, block, pin or prefetch."""
 
 
 class Exists(Refused):
@@ -94,7 +94,7 @@ class Exists(Refused):
 
 
 class Conflict(Refused):
-    """The namespace has another layout, or another specification."""
+    """What is asked for contradicts itself or what is there: layout, specification, quotas, depth and parent."""
 
 
 class Invalid(Refused):

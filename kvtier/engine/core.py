@@ -317,7 +317,8 @@ class Engine:
         for request in plan.requests:
             if request.id not in self._sequences:
                 self._runner.forget(request.id)  # it ended while the step was under way
-        self._pause(plan)
+        if not (ran.results.finished or ran.results.failed):
+            self._pause(plan)
         for request, _ in landed:
             sequence = self._sequences.get(request.id)
             if sequence is not None:

@@ -15,6 +15,8 @@ from kvtier.tiers import BlockRef, Handle, Owner, Tier
 
 __all__ = ["Leases", "Pins"]
 
+_FEW_BLOCKS, _FEW_KEYS = 16, 256
+
 
 class Leases:
     """Every lease of a store, by owner. Thread-safe.
@@ -108,7 +110,10 @@ class Leases:
             here = port.present(probed, exact=exact)
             return [all(here[at : at + parts]) for at in range(0, len(here), parts)]
 
-        found = leading_run(len(ends), held, wide=port.tier.caps.remote)
+        remote = port.tier.caps.remote
+        # Few in one round trip: `acquire` need not ask for them again.
+        few = min(_FEW_BLOCKS, _FEW_KEYS // parts) if remote else 0
+        found = leading_run(len(ends), held, wide=remote, few=few)
         return ends[found - 1] + 1 if found else 0
 
     @staticmethod
@@ -142,12 +147,18 @@ class Leases:
 
         `depth` is the first block's, `trial` as in `Port.usable`.
         """
-        ports = [port for port in self._ports if port.usable(trial=trial)]
+        usable: dict[Port, bool] = {}
         idle = 0
-        while idle < len(ports):
-            for port in ports:
-                if len(lease.blocks) == len(keys) or idle == len(ports):
+        while idle < len(self._ports):
+            for port in self._ports:
+                if len(lease.blocks) == len(keys) or idle == len(self._ports):
                     return self.complete(lease)
+                # Not before it is its turn: what faster tiers have takes no trial.
+                if port not in usable:
+                    usable[port] = port.usable(trial=trial)
+                if not usable[port]:
+                    idle += 1
+                    continue
                 if lease.checked or port is not self._ports[0]:
                     yield port.lookups
                 # Else nobody looks at bytes, and host's index answers sooner than another thread would wake.

@@ -9,11 +9,11 @@ from kvtier.tiers import Status, Tier
 __all__ = ["leading_run", "present"]
 
 _WIDE = 64
-# So few are asked for all at once where that costs a round trip: `acquire` need not ask for them again.
-_FEW = 16
 
 
-def leading_run(count: int, held: Callable[[Sequence[int]], Sequence[bool]], *, wide: bool = False) -> int:
+def leading_run(
+    count: int, held: Callable[[Sequence[int]], Sequence[bool]], *, wide: bool = False, few: int = 0
+) -> int:
     """Length of the leading run of `count` blocks that is held.
 
     Relies on prefix closure (a present block has its ancestors), so it is a hint: `acquire` verifies the run.
@@ -21,12 +21,13 @@ def leading_run(count: int, held: Callable[[Sequence[int]], Sequence[bool]], *, 
     Args:
         count: blocks in all.
         held: block positions -> whether each is there.
+        few: no more blocks than these are all asked for at once.
         wide: asking costs a round trip, whose answer is waited for, and work for each block: few of the first, and not
             many blocks in any.
     """
     if count <= 0:
         return 0
-    probes: Sequence[int] = range(count) if wide and count <= _FEW else _gallop(count)
+    probes: Sequence[int] = range(count) if count <= few else _gallop(count)
     found = held(probes)
     misses = [at for at, here in zip(probes, found, strict=True) if not here]
     if not misses:

@@ -121,7 +121,7 @@ class Port:
             self.timed_out("acquire", deadline, time.perf_counter() - start)
         elif done.handles and self.tier.caps.remote:
             # The server has answered, even if nobody goes on to read. Of a disk, only the index has.
-            self.breaker.succeeded()
+            self.breaker.answered()
         return done.handles
 
     def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None) -> tuple[Status, ...]:

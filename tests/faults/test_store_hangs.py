@@ -168,6 +168,24 @@ def test_a_server_that_grants_a_lease_answers_again_a_disk_only_once_it_is_read(
     world.store.release(lease)
 
 
+def test_a_server_whose_reads_hang_is_left_alone_although_it_grants_leases(world: World) -> None:
+    world.hanging.caps = replace(world.hanging.caps, remote=True)
+    world.hanging.inject(Fault("read", Kind.HANG))
+    for _ in range(2):
+        lease = world.store.acquire(keys("hung", 8), "test").result(10)
+        assert world.store.fetch(lease, 0, len(lease)).result(10) == 0
+        world.store.release(lease)
+    assert world.store._ports[1].breaker.is_open
+    assert world.value("breaker_trips_total") == 1
+
+
+def test_what_host_has_takes_no_trial_of_the_tiers_below_it(world: World) -> None:
+    left_alone(world)
+    assert fetched(world.store, keys("warm", 8), patience=20) == 8
+    assert fetched(world.store, keys("hung", 8), patience=20) == 8
+    assert not world.store._ports[1].breaker.is_open
+
+
 def test_a_hanging_index_costs_a_match_a_bounded_time(world: World) -> None:
     world.hanging.inject(Fault("contains", Kind.LOST))
     assert world.store.match(keys("warm", 8)).tiers == ("host",) * 8

@@ -126,8 +126,9 @@ class Prefetches:
                         retry_after=_RETRY_SECONDS,
                     )
                 del self._known[over]
-            self._known[prefetch_id] = (space, start(f"prefetch.{prefetch_id}"))
-        return self.info(prefetch_id, lambda _: True)
+            prefetch = start(f"prefetch.{prefetch_id}")
+            self._known[prefetch_id] = (space, prefetch)
+        return _info(prefetch_id, prefetch)
 
     def info(self, prefetch_id: str, sees: Callable[[str], bool]) -> PrefetchInfo:
         """How far one is, of a namespace that the caller sees.

@@ -55,8 +55,10 @@ class _Windows:
         self._deadline = session.deadline(asked.timeout)
         sizes = session.cache.block_bytes(session.caller, asked.ns)
         parts = range(len(sizes) or 1) if asked.parts is None else asked.parts
-        if not parts or not all(0 <= part < (len(sizes) or 1) for part in parts):
-            raise ServiceError("invalid", f"parts {asked.parts}: expected some of the {len(sizes) or 1} of {asked.ns}")
+        if not parts:
+            raise ServiceError("invalid", "parts []: expected at least one")
+        if not all(0 <= part < (len(sizes) or 1) for part in parts):
+            raise ServiceError("unknown_block", f"parts {asked.parts}: {asked.ns} has {len(sizes) or 1}")
         self._parts = parts
         known = sum(sizes[part] for part in parts) if sizes else session.typical.get(asked.ns, 0)
         self._count = max(1, _WINDOW_BYTES // known) if known else _OPAQUE_BLOCKS

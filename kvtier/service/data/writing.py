@@ -189,7 +189,7 @@ def _items(session: Session, asked: Put | Stage) -> list[_Item]:
         raise ServiceError("too_large", f"{sum(sizes)} bytes in one call: at most {settings.max_batch}; split it")
     depths = asked.depths or [-1] * count
     if not asked.parents and max(depths, default=-1) > 0:
-        raise ServiceError("invalid", f"a block at depth {max(depths)} without a parent: send the column of parents")
+        raise ServiceError("conflict", f"a block at depth {max(depths)} without a parent: send the column of parents")
     return [
         _Item(key, part, parent if depth > 0 else None, depth, exact, nbytes, asked.digests[at : at + _DIGEST_BYTES])
         for key, part, parent, depth, exact, nbytes, at in zip(

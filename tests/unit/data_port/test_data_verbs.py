@@ -116,7 +116,7 @@ def test_a_block_of_several_parts_is_there_once_all_are(client: DataClient) -> N
     client.get_many(ns, keys, parts=[2, 0], into=buffers)
     assert bytes(buffers[1]) == content(keys[0], 8192, 0)
     assert bytes(buffers[4][:4096]) == content(keys[2], 4096, 2)
-    with pytest.raises(Invalid, match="parts"):
+    with pytest.raises(NotFound, match="parts"):
         client.get_many(ns, keys, parts=[4])
 
 
@@ -138,6 +138,16 @@ def test_blocks_of_another_size_than_the_layouts_are_refused(client: DataClient)
     with pytest.raises(Conflict, match="65536"):
         client.put_many(ns, blocks(keys, BLOCK - 1))
     assert client.match(ns, keys).tiers == ()
+
+
+def test_a_part_that_there_is_not_is_absent_and_a_depth_without_a_parent_contradicts_itself(
+    client: DataClient, ns: str
+) -> None:
+    (key,) = chain(1, "odd")
+    assert client.put_many(ns, [Block(key, content(key), depth=0)]) == [PutOutcome.STORED]
+    assert client.get(ns, key, 9) is None
+    with pytest.raises(Conflict, match="depth 5 without a parent"):
+        client.put_many(ns, [Block(key, content(key), depth=5)])
 
 
 def test_match_tells_the_leading_run(client: DataClient, ns: str) -> None:
@@ -188,6 +198,7 @@ def test_pins_and_prefetches(client: DataClient, ns: str) -> None:
     prefetch = client.prefetched(prefetch.id)
     assert (prefetch.state, prefetch.blocks) == ("done", 4)
     assert client.cancel(prefetch.id).blocks == 4
+    assert client.cancel(prefetch.id).state == "cancelled"
 
 
 def test_hints_sessions_and_stats(client: DataClient, ns: str) -> None:

@@ -90,3 +90,23 @@ def test_who_does_not_ask_and_fails_when_a_trial_is_due_is_the_trial() -> None:
     assert not breaker.due
     clock.now = 15.0
     assert breaker.due
+
+
+def test_an_answer_closes_it_for_one_more_failure_and_forgets_no_pause() -> None:
+    breaker, clock = opened()
+    clock.now = 5.0
+    breaker.failed()
+    clock.now = 15.0
+    assert breaker.allows()
+    breaker.answered()
+    assert breaker.allows()
+    assert breaker.failed()
+    clock.now = 24.9
+    assert not breaker.allows()
+    clock.now = 25.0
+    assert breaker.allows()
+    breaker.succeeded()
+    # Of a closed one nothing changes.
+    breaker.failed()
+    breaker.answered()
+    assert [breaker.failed(), breaker.failed()] == [False, True]

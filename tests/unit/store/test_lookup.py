@@ -39,6 +39,6 @@ def test_a_wide_one_asks_few_times_and_never_for_many(length: int, held: int) ->
         batches.append(len(blocks))
         return index(blocks)
 
-    assert leading_run(length, counted, wide=True) == min(length, held)
+    assert leading_run(length, counted, wide=True, few=16) == min(length, held)
     assert len(batches) <= (1 if length <= 16 else 2 if length <= 128 else 3)
     assert max(batches, default=0) <= 64
