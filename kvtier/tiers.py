@@ -283,7 +283,8 @@ class Tier(Protocol):
     def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         """Copy each leased record into its buffer (at least `nbytes` long), verifying its checksum.
 
-        A buffer whose item is not OK holds undefined bytes: never use them.
+        A buffer whose item is not OK holds undefined bytes: never use them. What a longer one has behind `nbytes` may be
+        overwritten, up to the next multiple of `TierCaps.align`.
         """
         ...
 
@@ -303,7 +304,10 @@ class Tier(Protocol):
         ...
 
     def write(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
-        """Copy bytes into reserved records, completely, still invisible. FULL: this medium did not take them."""
+        """Copy bytes into reserved records, completely, still invisible. FULL: this medium did not take them.
+
+        What a longer buffer has behind `nbytes` may be stored with it, up to the next multiple of `TierCaps.align`.
+        """
         ...
 
     def commit(self, handles: Sequence[Handle]) -> None:

@@ -106,8 +106,7 @@ class Reader:
         ticket, start = Ticket(), time.perf_counter()
 
         def move(share: list[int]) -> list[Status]:
-            some = [handles[at] for at in share]
-            return self._verified(some, self._blocks.read([moving[at] for at in share], checksum_heads(some), deadline))
+            return self._verified([handles[at] for at in share], [moving[at] for at in share], deadline)
 
         def done(statuses: list[Status]) -> None:
             try:
@@ -123,9 +122,16 @@ class Reader:
         Batch(self._blocks, moving, deadline, move, done, Status.MISS).start(self._deadlines)
         return ticket
 
-    def _verified(self, handles: Sequence[NvmeHandle], found: Sequence[bytes | OSError]) -> list[Status]:
+    def _verified(
+        self, handles: Sequence[NvmeHandle], moving: Sequence[Transfer], deadline: float | None
+    ) -> list[Status]:
+        heads = checksum_heads(handles)
         statuses = []
-        for handle, checksum in zip(handles, found, strict=True):
+        for at, checksum in enumerate(self._blocks.read(moving, heads, deadline)):
+            handle = handles[at]
+            if isinstance(checksum, OSError) and checksum.errno in _LOST_ERRNOS and len(moving) > 1:
+                # One bad sector fails all that was read with it in one run.
+                (checksum,) = self._blocks.read(moving[at : at + 1], heads[at : at + 1], deadline)  # noqa: PLW2901
             if isinstance(checksum, OSError):
                 statuses.append(self._unreadable(handle, checksum))
             else:
@@ -153,7 +159,10 @@ class Reader:
         """Drop what cannot be read again."""
         try:
             if isinstance(error, SegmentLost):
-                lost = self._drop(handle) + self._space.drop_between(*self._segments.pages_of(error.number))
+                dropped = self._drop(handle)
+                if not dropped:  # healed before: what lies there now is whole
+                    return
+                lost = dropped + self._space.drop_between(*self._segments.pages_of(error.number))
                 self._segments.forget(error.number)
                 self._counts.evicted("segment_lost", lost)
             elif error.errno in _LOST_ERRNOS and self._drop(handle):

@@ -26,9 +26,12 @@ PageRun: TypeAlias = tuple[int, list[Bytes], list[int]]
 
 def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
     """Page-aligned memory, uint8 [nbytes], all zero; in huge pages, if there are any: the device fills them faster."""
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):
+        # Pages that a fork shares are copied when they are next written to, from under what the device is doing.
+        memory.madvise(mmap.MADV_DONTFORK)
     return np.frombuffer(memory, np.uint8)
 
 
@@ -83,6 +86,7 @@ class Segments:
         self._directory = directory
         self._flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         self._lock = threading.Lock()
+        self._syncing = threading.Lock()
         self._fds: dict[int, int] = {}
         self._dirty: set[int] = set()
         self._retired: list[int] = []
@@ -167,11 +171,12 @@ class Segments:
         """Write buffers to the pages of each run; what was wrong: `Late`, or what the device said, failed or full."""
         errors: list[OSError | None] = [None] * len(runs)
         moving = self._in_open_files(runs, errors, make=True)
+        opened = {run[0] // self.pages_per_file for run, error in zip(runs, errors, strict=True) if not error}
+        codes = move([run[:3] for run in moving], writes=True, deadline=deadline)
+        # Not before: a synchronisation meanwhile would count for bytes that were not there.
         with self._lock:
-            self._dirty.update(
-                run[0] // self.pages_per_file for run, error in zip(runs, errors, strict=True) if not error
-            )
-        self._note(runs, errors, move([run[:3] for run in moving], writes=True, deadline=deadline))
+            self._dirty |= opened
+        self._note(runs, errors, codes)
         return errors
 
     def _in_open_files(self, runs: Sequence[PageRun], errors: list[OSError | None], *, make: bool) -> list[BlockRun]:
@@ -206,15 +211,17 @@ class Segments:
         Raises:
             OSError: it cannot; what was not synchronised stays due.
         """
-        with self._lock:
-            dirty, self._dirty = self._dirty, set()
-        try:
-            for number in sorted(dirty):
-                os.fdatasync(self._fd(number, make=True))
-        except OSError:
+        # One at a time: whoever finds nothing to do must not return while another is still at it.
+        with self._syncing:
             with self._lock:
-                self._dirty |= dirty
-            raise
+                dirty, self._dirty = self._dirty, set()
+            try:
+                for number in sorted(dirty):
+                    os.fdatasync(self._fd(number, make=True))
+            except OSError:
+                with self._lock:
+                    self._dirty |= dirty
+                raise
 
     def cut(self, total: int) -> None:
         """Give everything from page `total` on back to the file system."""

@@ -67,7 +67,11 @@ class Rooms:
             self._lent.take(nbytes)
         except ServiceError:
             return None
-        handles = self._store.private.room(sizes)
+        try:
+            handles = self._store.private.room(sizes)
+        except BaseException:  # a policy of somebody else's
+            self._lent.give(nbytes)
+            raise
         if not handles:
             self._lent.give(nbytes)
             return None
@@ -76,5 +80,7 @@ class Rooms:
 
     def give_back(self, handles: Sequence[Handle]) -> None:
         """End what a room had."""
-        self._store.private.give_up(handles)
-        self._lent.give(sum(handle.nbytes for handle in handles))
+        try:
+            self._store.private.give_up(handles)
+        finally:
+            self._lent.give(sum(handle.nbytes for handle in handles))

@@ -2,8 +2,8 @@
 
 put     socket -> host slot             into memory that becomes the blocks', checksummed as the bytes come; or
         socket -> buffer -> host slot   where host has no room to spare, with copy and checksum in one pass
-stage   staging region -> host slot     likewise; the client may write to its region meanwhile, but what the checksum
-                                        covers is what the slot holds
+stage   staging region -> host slot     likewise; a block that the client alters in its region meanwhile may be kept with
+                                        the checksum of other bytes: it is found damaged, and is a miss, when it is read
 """
 
 from collections import deque
@@ -160,8 +160,7 @@ def answer_stage(exchange: Exchange, session: Session, head: memoryview) -> None
             raise ServiceError("invalid", f"{item.nbytes} bytes at {offset}: the region has {staging.nbytes}")
         views.append(staging.view(offset, item.nbytes))
     if views:
-        start = min(asked.offsets)
-        session.staged(start, max(asked.offsets) - start + max(asked.sizes))
+        session.staged(min(asked.offsets), sum(asked.sizes))
     try:
         puts.put(puts.items, views, ExitStack())
         answer = puts.finish()
