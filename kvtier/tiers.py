@@ -283,8 +283,8 @@ class Tier(Protocol):
     def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         """Copy each leased record into its buffer (at least `nbytes` long), verifying its checksum.
 
-        A buffer whose item is not OK holds undefined bytes: never use them. What a longer one has behind `nbytes` may be
-        overwritten, up to the next multiple of `TierCaps.align`.
+        A buffer whose item is not OK holds undefined bytes: never use them. What a longer one has behind `nbytes` may
+        be overwritten, up to the next multiple of `TierCaps.align`.
         """
         ...
 

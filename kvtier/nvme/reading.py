@@ -14,7 +14,7 @@ from kvtier.hints import Hint
 from kvtier.nvme.batch import Batch, Deadlines, check_buffers
 from kvtier.nvme.counting import Counts
 from kvtier.nvme.holds import NvmeHandle
-from kvtier.nvme.io import BlockIO, transfers
+from kvtier.nvme.io import BlockIO, Transfer, transfers
 from kvtier.nvme.opening import Opened
 from kvtier.nvme.segments import Late, SegmentLost
 from kvtier.tiers import OWN_WORK, Completions, Handle, Owner, Status, Ticket, checksum_heads, counted, expired

@@ -2,8 +2,8 @@
 
 put     socket -> host slot             into memory that becomes the blocks', checksummed as the bytes come; or
         socket -> buffer -> host slot   where host has no room to spare, with copy and checksum in one pass
-stage   staging region -> host slot     likewise; a block that the client alters in its region meanwhile may be kept with
-                                        the checksum of other bytes: it is found damaged, and is a miss, when it is read
+stage   staging region -> host slot     likewise; a block that the client alters in its region meanwhile may be kept
+                                        with the checksum of other bytes: then it is a miss when it is read
 """
 
 from collections import deque
