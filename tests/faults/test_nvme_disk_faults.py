@@ -229,6 +229,94 @@ def test_a_failing_sync_drops_the_commit_and_keeps_the_rest(
     tier.close()
 
 
+def test_a_lease_from_before_a_segment_was_lost_costs_nothing_that_was_written_since(
+    tmp_path: Path, metrics: Metrics
+) -> None:
+    tier = NvmeTier(tmp_path / "n", _MIB, _OPTIONS, metrics=metrics)
+    lost, new = chain_refs(8, seed=1), chain_refs(8, seed=2)
+    put(tier, lost, _SIZE)
+    leased = [handle for ref in lost for handle in tier.acquire([ref.key], "reader").wait().handles]
+    os.truncate(tmp_path / "n" / "seg-00000.kv", 0)
+    first, *others = [(handle, memoryview(bytearray(_SIZE))) for handle in leased]
+    assert tier.read([first]).wait(30).statuses == (Status.MISS,)
+    put(tier, new, _SIZE)
+    scans = []
+    tier._space.drop_between, drop = lambda *pages: scans.append(pages) or drop(*pages), tier._space.drop_between
+    assert set(tier.read(others).wait(30).statuses) == {Status.MISS}
+    assert scans == []
+    assert run_length(tier, new) == 8
+    tier.release(leased)
+    tier.close()
+
+
+def test_one_bad_sector_costs_one_block(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    refs = chain_refs(16, seed=1)
+    put(tier, refs, _SIZE)
+    handles = tier.acquire([ref.key for ref in refs], "reader").wait().handles
+    bad = handles[-1].extents[0].page * 4096
+    real = os.preadv
+
+    def read(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset <= bad < offset + sum(buffer.nbytes for buffer in buffers):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr("kvtier.native.vectored._compiled", None)
+    monkeypatch.setattr(os, "preadv", read)
+    buffers = [memoryview(bytearray(_SIZE)) for _ in handles]
+    statuses = tier.read(list(zip(handles, buffers, strict=True))).wait(30).statuses
+    assert statuses == (Status.OK,) * 15 + (Status.MISS,)
+    assert [bytes(buffer) for buffer in buffers[:15]] == [bytes(content(ref, _SIZE)) for ref in refs[:15]]
+    tier.release(handles)
+    assert run_length(tier, refs) == 15
+
+
+def test_who_finds_nothing_to_synchronise_waits_for_who_is_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = NvmeTier(tmp_path / "n", 4 * _MIB, NvmeOptions(min_free_bytes=0, durable=True))
+    _prepared(tier)
+    put(tier, chain_refs(2, seed=1), _SIZE)
+    tier._segments.sync()
+    tier._segments._dirty.add(0)
+    disk = _HungDisk(monkeypatch, "fdatasync")
+    syncing = [threading.Thread(target=tier._segments.sync) for _ in range(2)]
+    syncing[0].start()
+    assert disk.begun.acquire(timeout=30)
+    syncing[1].start()
+    syncing[1].join(0.2)
+    assert syncing[1].is_alive()
+    disk.go.set()
+    for thread in syncing:
+        thread.join(30)
+        assert not thread.is_alive()
+    monkeypatch.undo()
+    tier.close()
+
+
+def test_bytes_are_due_for_a_sync_once_they_are_there(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    _prepared(tier)
+    tier._segments.sync()
+    due = []
+    real = os.pwritev
+
+    def write(fd: int, buffers: list[memoryview], offset: int) -> int:
+        tier._segments.sync()
+        done = real(fd, buffers, offset)
+        due.append(set(tier._segments._dirty))
+        return done
+
+    monkeypatch.setattr("kvtier.native.vectored._compiled", None)
+    monkeypatch.setattr(os, "pwritev", write)
+    refs = chain_refs(2, seed=1)
+    reserved = tier.reserve(refs, [_SIZE] * 2, ["raw"] * 2, "writer")
+    tier.write([(handle, content(handle.ref, _SIZE)) for handle in reserved]).wait(30)
+    assert due
+    assert tier._segments._dirty == {0}
+    monkeypatch.undo()
+    tier.commit(reserved)
+
+
 def test_a_child_of_fork_keeps_no_lock_alive(tmp_path: Path) -> None:
     """The parent dies; its child lives on, with all that it inherited. What the parent held is reclaimed."""
     program = """if True:
