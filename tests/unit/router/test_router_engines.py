@@ -33,6 +33,11 @@ class World(NamedTuple):
             before = now
             threading.Event().wait(0.15)
 
+    def sent(self, url: str) -> float:
+        """Requests that an engine was sent."""
+        reasons = ("prefix", "load", "spill")
+        return sum(self.router.value("requests_total", engine=url[7:], reason=reason) for reason in reasons)
+
     def told(self, url: str) -> float:
         """Messages that an engine has published, once all of them have been heard."""
         engine = next(one for one in self.router.fleet.engines if one.url == url)
@@ -213,10 +218,13 @@ def test_an_engine_that_is_killed_is_missed_by_nobody(world: World) -> None:
     for thread in threads:
         thread.start()
     until(lambda: home in answered)
-    # It dies with a request that it has not answered.
-    world.engines[home].send_signal(signal.SIGSTOP)
-    until(lambda: engine.active > 0)
-    world.engines[home].send_signal(signal.SIGKILL)
+    # It dies with a request that it cannot have answered: one that was sent when it had stopped.
+    process = world.engines[home]
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    sent = world.sent(home)
+    until(lambda: world.sent(home) > sent)
+    process.send_signal(signal.SIGKILL)
     until(lambda: not engine.up)
     answered.clear()
     until(lambda: len(answered) >= 10)
