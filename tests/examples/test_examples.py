@@ -56,7 +56,7 @@ def run(name: str, *arguments: object) -> str:
 
 
 @pytest.mark.model
-@pytest.mark.timeout(220)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", SHOWN)
 def test_it_shows_what_it_says(name: str, default_model: Path) -> None:
     assert re.search(SHOWN[name], run(name, default_model))
@@ -93,7 +93,7 @@ def served(model: Path, log: Path) -> Iterator[str]:
 
 
 @pytest.mark.model
-@pytest.mark.timeout(220)
+@pytest.mark.timeout(400)
 def test_a_conversation_with_the_openai_client(default_model: Path, tmp_path: Path) -> None:
     with served(default_model, tmp_path / "log") as url:
         output = run("openai_client.py", url)
