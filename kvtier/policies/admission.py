@@ -134,7 +134,7 @@ class BudgetedAdmission:
             raise CapacityError(f"write budget of {bytes_per_day} bytes per day: expected at least one")
         self._budget = bytes_per_day
         self._clock = clock
-        self._policy = policy or SecondTouch()
+        self._policy = SecondTouch() if policy is None else policy
         self._strict = strict
         self._counted = ahead
         self._meter = WriteMeter(bytes_per_day, 0.0 if ahead is None else ahead(), clock())

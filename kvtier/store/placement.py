@@ -231,8 +231,8 @@ class Placement:
         seen: set[bytes] = {key for key, below in zip(cold, here, strict=True) if below}
         for key in cold:
             chain = self._chain(demoter, key, seen)
-            weighed = self._weighed([Placed(handle.ref, handle.nbytes if _wears(demoter) else 0) for handle in chain])
-            admitted = weighed.paid
+            priced = [Placed(handle.ref, handle.nbytes if _wears(demoter) else 0) for handle in chain]
+            admitted = self._weighed(priced).paid
             taken = whole_runs(chain, [handle.ref.key in admitted for handle in chain], demoter.run)
             self._gate.release(chain[len(taken) :])
             demoter.port.drop("not_admitted", len(chain) - len(taken))
