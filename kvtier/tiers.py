@@ -396,7 +396,7 @@ class MeteredTier(Tier, Protocol):
     def ahead(self, bytes_per_day: int) -> float:
         """By how many bytes what was committed runs ahead of this budget, which accrues evenly, by wall time.
 
-        From the first call on this process's commits count against it.
+        From the first call on commits count against it, also those of processes that never call.
         """
         ...
 

@@ -285,14 +285,15 @@ class Writer:
         self._holds.require_open()
         self._per_day = float(bytes_per_day)
         with self._index.read() as ledger:
-            meter = ledger.meter._replace(per_day=self._per_day)
+            meter = ledger.meter
         # Not before: what another process wrote meanwhile is no clock that was set back.
         now = time.time()
-        if now < meter.since:
-            # It was: until somebody says so, nothing accrues, and if nothing may be written nobody does.
+        if meter.per_day == 0 or now < meter.since:
+            # Processes without a budget count from the first one on, which may be idle itself. And where the clock was
+            # set back, nothing accrues until somebody says so, and if nothing may be written nobody does.
             with self._index.write() as ledger:
                 self._charge(ledger, 0)
-        return meter.at(now).ahead
+        return meter._replace(per_day=self._per_day).at(now).ahead
 
     def abort(self, handles: Sequence[Handle]) -> None:
         """See `Tier.abort`. After `close`, which ended all reservations, nothing happens."""

@@ -1,6 +1,6 @@
 """Policies: what leaves first, what is written, what is fetched early. Pure decisions, no bytes, no threads."""
 
-from kvtier.policies.admission import AdmissionPolicy, AlwaysAdmit, BudgetedAdmission, SecondTouch, WriteMeter
+from kvtier.policies.admission import AdmissionPolicy, AlwaysAdmit, BudgetedAdmission, SecondTouch, Weighed, WriteMeter
 from kvtier.policies.arc import ArcPolicy
 from kvtier.policies.base import EvictionPolicy
 from kvtier.policies.clock2 import Clock2Policy
@@ -26,6 +26,7 @@ __all__ = [
     "PrefetchPolicy",
     "S3FifoPolicy",
     "SecondTouch",
+    "Weighed",
     "WriteMeter",
     "make_admission",
     "make_policy",

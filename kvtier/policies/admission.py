@@ -8,7 +8,7 @@ from kvtier.errors import CapacityError
 from kvtier.hints import Hint
 from kvtier.policies.ghosts import GhostList
 
-__all__ = ["AdmissionPolicy", "AlwaysAdmit", "BudgetedAdmission", "SecondTouch", "WriteMeter"]
+__all__ = ["AdmissionPolicy", "AlwaysAdmit", "BudgetedAdmission", "SecondTouch", "Weighed", "WriteMeter"]
 
 _DAY = 86_400.0
 _REMEMBERED = 1 << 18
@@ -87,12 +87,23 @@ class SecondTouch:
         return False
 
 
-class BudgetedAdmission:
-    """Writes at the first touch while a daily budget lasts, at the second while it runs ahead of time.
+class Weighed(NamedTuple):
+    """What a budget says of a batch, one verdict per block.
 
-    The budget accrues evenly. Writes may run ahead of it by an hour's share before the rule tightens, and by a whole
-    day's before nothing at all is admitted; so no 24 hours see more than twice the budget, and on average a day sees
-    no more than the budget. What has no reuse is never written.
+    worth: it is to be written wherever that costs nothing. paid: the budget has the bytes for it as well.
+    """
+
+    worth: list[bool]
+    paid: list[bool]
+
+
+class BudgetedAdmission:
+    """Writes at the first touch while a daily budget lasts, and asks a policy while it runs ahead of time.
+
+    The budget accrues evenly. Writes may run ahead of it by an hour's share before the policy decides, and by a whole
+    day's before no bytes at all are admitted; so no 24 hours see more than twice the budget, and on average a day sees
+    no more than the budget. What has no reuse is written only if the policy says so. A block of 0 bytes costs nothing,
+    however far ahead the others are.
 
     With `ahead`, others write against the same budget: what they are about to write, and so cannot be known here, may
     come on top, and is made up for.
@@ -100,12 +111,14 @@ class BudgetedAdmission:
     Args:
         bytes_per_day: the budget.
         clock: seconds.
-        capacity: keys that the second touch remembers.
+        policy: what is asked while the budget runs ahead, about every block, so that it knows what came before;
+            second touch by default.
+        strict: the policy also decides while the budget lasts.
         ahead: by how many bytes those written, here and elsewhere, run ahead of the budget, and those admitted here
             that are still to be written with them; asked once per batch. None: what is admitted counts as written.
 
     Raises:
-        CapacityError: no byte, or no key.
+        CapacityError: no byte.
     """
 
     def __init__(
@@ -113,14 +126,16 @@ class BudgetedAdmission:
         bytes_per_day: int,
         clock: Callable[[], float] = time.monotonic,
         *,
-        capacity: int = _REMEMBERED,
+        policy: AdmissionPolicy | None = None,
+        strict: bool = False,
         ahead: Callable[[], float] | None = None,
     ) -> None:
         if bytes_per_day < 1:
             raise CapacityError(f"write budget of {bytes_per_day} bytes per day: expected at least one")
         self._budget = bytes_per_day
         self._clock = clock
-        self._second_touch = SecondTouch(capacity)
+        self._policy = SecondTouch() if policy is None else policy
+        self._strict = strict
         self._counted = ahead
         self._meter = WriteMeter(bytes_per_day, 0.0 if ahead is None else ahead(), clock())
         self.written = 0
@@ -132,21 +147,26 @@ class BudgetedAdmission:
 
     @property
     def tight(self) -> bool:
-        """Whether the second touch rules now."""
+        """Whether the bytes written run so far ahead that the policy decides."""
         return self.ahead_bytes > self._budget / 24
 
     def admit(self, keys: Sequence[bytes], nbytes: Sequence[int], hints: Sequence[Hint]) -> list[bool]:
         """See `AdmissionPolicy.admit`."""
+        return self.weigh(keys, nbytes, hints).paid
+
+    def weigh(self, keys: Sequence[bytes], nbytes: Sequence[int], hints: Sequence[Hint]) -> Weighed:
+        """`admit`, which also tells what lacks nothing but the bytes. What is paid counts as written."""
         now = self._clock()
         ahead = self._meter.at(now).ahead if self._counted is None else self._counted()
-        touched_twice = self._second_touch.admit(keys, nbytes, hints)
-        verdicts = []
-        for size, hint, again in zip(nbytes, hints, touched_twice, strict=True):
-            loose = ahead <= self._budget / 24 and hint.reuse != "none"
-            verdict = (loose or again) and ahead + size <= self._budget
-            if verdict:
+        weighed = Weighed([], [])
+        for size, hint, asked in zip(nbytes, hints, self._policy.admit(keys, nbytes, hints), strict=True):
+            loose = not self._strict and ahead <= self._budget / 24 and hint.reuse != "none"
+            worth = loose or asked
+            paid = worth and (not size or ahead + size <= self._budget)
+            if paid:
                 ahead += size
                 self.written += size
-            verdicts.append(verdict)
+            weighed.worth.append(worth)
+            weighed.paid.append(paid)
         self._meter = WriteMeter(self._budget, ahead, now)
-        return verdicts
+        return weighed

@@ -27,8 +27,8 @@ class StoreOptions:
         staging_bytes: memory per tier for blocks that are decoded or encoded on their way, at least one block.
         write_rule: blocks go to lower tiers at once, when they are about to leave host, or at their second touch.
         write_budget: bytes per day that may be written to lower tiers, not counting remote ones; above it, second touch
-            only. None: no limit.
-        admission: what is asked under the rule `second_touch`.
+            only, and nothing a whole day above. None: no limit.
+        admission: what is asked under the rule `second_touch`, also where the budget brings it about.
         load_deadline: seconds after which a load that was given no deadline is a miss; close and flush wait as long
             for a tier that makes no progress.
         session_keys: keys of which it is remembered to which session they belong; of those beyond it nobody knows.

@@ -4,9 +4,10 @@ through        at once
 leave          when they are among the coldest tenth (and 4,096 blocks) of a host tier that is nine tenths full
 second_touch   when they are put or found a second time
 
-A write budget admits by second touch while the day's bytes run ahead of the day, whatever the rule. Bytes to a remote
-tier do not count: it has no medium of ours to wear out, and has most of what it is asked to take. A tier that is
-metered counts what reached it from all processes; for others the store counts what it admits, from its start on.
+A write budget admits by second touch while the day's bytes run ahead of the day, whatever the rule, and nothing a whole
+day ahead, nor of what was dropped before. Bytes to a remote tier neither count nor are held back for want of budget: it
+has no medium of ours to wear out, and has most of what it is asked to take. A tier that is metered counts what reached
+it from all processes; for others the store counts what it admits, from its start on.
 """
 
 import math
@@ -33,8 +34,6 @@ _HIGH_WATER = 0.9
 # Leaving: so many of the coldest blocks are looked at, and again once a quarter as many came in.
 _MOST_COLD = 4096
 _LOOKS = 4
-# Keys that second touch remembers: 16 bytes and a dictionary entry each.
-_REMEMBERED = 1 << 18
 
 
 class Placed(NamedTuple):
@@ -43,6 +42,13 @@ class Placed(NamedTuple):
     ref: BlockRef
     nbytes: int
     hint: Hint = NO_HINT
+
+
+class _Admitted(NamedTuple):
+    """Keys that are worth writing, and those of them that the budget pays for where they wear something out."""
+
+    worth: set[bytes]
+    paid: set[bytes]
 
 
 class Placement:
@@ -67,10 +73,10 @@ class Placement:
         self._gate = gate
         self._demoters = tuple(demoters)
         self._rule: WriteRule = options.write_rule
-        self._budget = None if options.write_budget is None else self._budgeted(options.write_budget, clock)
-        self._admission: AdmissionPolicy = self._budget or AlwaysAdmit()
-        if self._rule == "second_touch":
-            self._admission = options.admission
+        self._admission: AdmissionPolicy = options.admission if self._rule == "second_touch" else AlwaysAdmit()
+        self._budget = None
+        if options.write_budget is not None:
+            self._budget = self._budgeted(options.write_budget, options.admission, clock)
         # Where lossy blocks are accepted, one below is as good as an exact one that leaves.
         self._exact = not options.accept_lossy
         self._metrics = metrics
@@ -81,7 +87,7 @@ class Placement:
         self._next_look = 0
         self._announce()
 
-    def _budgeted(self, per_day: int, clock: Callable[[], float]) -> BudgetedAdmission:
+    def _budgeted(self, per_day: int, policy: AdmissionPolicy, clock: Callable[[], float]) -> BudgetedAdmission:
         metered = [demoter for demoter in self._demoters if demoter.port.tier.caps.metered]
 
         def ahead() -> float:
@@ -91,7 +97,8 @@ class Placement:
                 for demoter in metered
             )
 
-        return BudgetedAdmission(per_day, clock, capacity=_REMEMBERED, ahead=ahead if metered else None)
+        strict = self._rule == "second_touch"
+        return BudgetedAdmission(per_day, clock, policy=policy, strict=strict, ahead=ahead if metered else None)
 
     @property
     def rule(self) -> WriteRule:
@@ -117,8 +124,12 @@ class Placement:
             self._touch(blocks)
             return
         for demoter in self._demoters:
-            owed = set(demoter.owes([block.ref.key for block in blocks]))
-            self._submit(demoter, [block for block in blocks if block.ref.key in owed])
+            keys = set(demoter.owes([block.ref.key for block in blocks]))
+            owed = [block for block in blocks if block.ref.key in keys]
+            if self._budget is not None and _wears(demoter):
+                # What is refused stays owed.
+                keys = self._weighed(owed).paid
+            self._submit(demoter, owed, keys)
 
     @property
     def watches_use(self) -> bool:
@@ -136,32 +147,30 @@ class Placement:
         lacking = [demoter.lacking([block.ref for block in blocks]) for demoter in self._demoters]
         asked = sorted({at for places in lacking for at in places})
         worn = {at for demoter, places in zip(self._demoters, lacking, strict=True) if _wears(demoter) for at in places}
-        admitted = self._admitted([blocks[at] if at in worn else blocks[at]._replace(nbytes=0) for at in asked])
+        admitted = self._weighed([blocks[at] if at in worn else blocks[at]._replace(nbytes=0) for at in asked])
         for demoter, places in zip(self._demoters, lacking, strict=True):
-            taken = [blocks[at] for at in places if blocks[at].ref.key in admitted]
-            demoter.port.drop("not_admitted", len(places) - len(taken))
-            self._submit(demoter, taken)
+            keys = admitted.paid if _wears(demoter) else admitted.worth
+            self._submit(demoter, [blocks[at] for at in places], keys)
 
-    def _admitted(self, blocks: Sequence[Placed]) -> set[bytes]:
-        """Keys that may be written; what is refused takes its descendants with it."""
+    def _weighed(self, blocks: Sequence[Placed]) -> _Admitted:
+        """Have the blocks judged, which touches them."""
         if not blocks:
-            return set()
+            return _Admitted(set(), set())
+        keys = [block.ref.key for block in blocks]
+        sizes, hints = [block.nbytes for block in blocks], [block.hint for block in blocks]
         with self._lock:
-            verdicts = self._admission.admit(
-                [block.ref.key for block in blocks],
-                [block.nbytes for block in blocks],
-                [block.hint for block in blocks],
-            )
-        refused: set[bytes | None] = set()
-        for block, verdict in zip(blocks, verdicts, strict=True):
-            if not verdict or block.ref.parent in refused:
-                refused.add(block.ref.key)
-        return {block.ref.key for block in blocks} - refused
+            if self._budget is None:
+                worth = paid = self._admission.admit(keys, sizes, hints)
+            else:
+                worth, paid = self._budget.weigh(keys, sizes, hints)
+        return _Admitted(_with_ancestors(blocks, worth), _with_ancestors(blocks, paid))
 
     @staticmethod
-    def _submit(demoter: Demoter, blocks: Sequence[Placed]) -> None:
-        if blocks:
-            demoter.submit([block.ref for block in blocks], [block.hint for block in blocks])
+    def _submit(demoter: Demoter, blocks: Sequence[Placed], admitted: set[bytes]) -> None:
+        taken = [block for block in blocks if block.ref.key in admitted]
+        demoter.port.drop("not_admitted", len(blocks) - len(taken))
+        if taken:
+            demoter.submit([block.ref for block in taken], [block.hint for block in taken])
 
     # ---- leaving
 
@@ -222,7 +231,8 @@ class Placement:
         seen: set[bytes] = {key for key, below in zip(cold, here, strict=True) if below}
         for key in cold:
             chain = self._chain(demoter, key, seen)
-            admitted = self._admitted([Placed(handle.ref, handle.nbytes if _wears(demoter) else 0) for handle in chain])
+            priced = [Placed(handle.ref, handle.nbytes if _wears(demoter) else 0) for handle in chain]
+            admitted = self._weighed(priced).paid
             taken = whole_runs(chain, [handle.ref.key in admitted for handle in chain], demoter.run)
             self._gate.release(chain[len(taken) :])
             demoter.port.drop("not_admitted", len(chain) - len(taken))
@@ -277,6 +287,15 @@ class Placement:
         """Write what waits; returns the ports of tiers that hang. Idempotent."""
         self._lane.close(timeout)
         return [demoter.port for demoter in self._demoters if not demoter.close()]
+
+
+def _with_ancestors(blocks: Sequence[Placed], verdicts: Sequence[bool]) -> set[bytes]:
+    """Keys that may be written; what is refused takes its descendants with it."""
+    refused: set[bytes | None] = set()
+    for block, verdict in zip(blocks, verdicts, strict=True):
+        if not verdict or block.ref.parent in refused:
+            refused.add(block.ref.key)
+    return {block.ref.key for block in blocks} - refused
 
 
 def _ahead(demoter: Demoter, per_day: int) -> float:

@@ -1,5 +1,7 @@
 """Admission: second touch, and a budget of bytes."""
 
+import math
+
 import pytest
 
 from kvtier.errors import CapacityError
@@ -55,6 +57,48 @@ def test_a_budget_that_runs_ahead_of_time_asks_for_a_second_touch() -> None:
     assert not policy.tight
     assert ask(policy, KEYS[5:6], nbytes=100) == [True]
     assert ask(policy, KEYS[6:7], Hint(reuse="none")) == [False]
+
+
+class Ready:
+    """Admits these keys, and knows which it was asked about."""
+
+    def __init__(self, keys: list[bytes]) -> None:
+        self.keys = set(keys)
+        self.asked: list[bytes] = []
+
+    def admit(self, keys, nbytes, hints) -> list[bool]:
+        self.asked += keys
+        return [key in self.keys for key in keys]
+
+
+def test_while_a_budget_runs_ahead_a_policy_of_ones_own_is_asked() -> None:
+    policy = Ready(KEYS[2:3])
+    budget = BudgetedAdmission(2400, Clock(), policy=policy)
+    assert ask(budget, KEYS[:4], nbytes=100) == [True, True, True, False]
+    assert ask(budget, KEYS[:4], nbytes=100) == [False, False, True, False]
+    assert policy.asked == KEYS[:4] * 2
+
+
+def test_a_strict_budget_always_asks_its_policy_and_stops_a_day_ahead() -> None:
+    clock = Clock()
+    budget = BudgetedAdmission(1000, clock, policy=Ready(KEYS[:20]), strict=True)
+    assert ask(budget, KEYS[20:30]) == [False] * 10
+    assert ask(budget, KEYS[:12], nbytes=100) == [True] * 10 + [False] * 2
+    clock.now += DAY
+    assert ask(budget, KEYS[12:14], nbytes=100) == [True, True]
+    assert ask(budget, KEYS[40:41]) == [False]
+
+
+@pytest.mark.parametrize("ahead", [50.0, 150.0, math.inf])
+def test_what_has_no_bytes_is_admitted_however_far_ahead_the_others_are(ahead: float) -> None:
+    budget = BudgetedAdmission(100, Clock(), ahead=lambda: ahead)
+    assert ask(budget, KEYS[:1], Hint(reuse="likely"), nbytes=0) == [True]
+    assert ask(budget, KEYS[1:2], nbytes=0) == [False]
+    assert ask(budget, KEYS[1:2], nbytes=0) == [True], "touched twice"
+    assert ask(budget, KEYS[2:3], Hint(reuse="none"), nbytes=0) == [False]
+    weighed = budget.weigh(KEYS[3:4], [60], [Hint(reuse="likely")])
+    assert weighed == ([True], [False])
+    assert budget.written == 0
 
 
 def test_a_budget_is_a_limit() -> None:

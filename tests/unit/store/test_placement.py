@@ -82,6 +82,20 @@ def test_an_admission_policy_of_ones_own_decides_and_descendants_of_what_it_refu
             assert held(below, named) == [depth < refused for depth in range(3)]
 
 
+def test_a_budget_that_runs_ahead_asks_that_policy_as_well() -> None:
+    # An hour's share is one block.
+    with opened(64, write_budget=24 * BLOCK, admission=Even()) as (store, below):
+        store.put(items("first", 2)).result()
+        for chain in range(8):
+            store.put(items(chain, 3)).result()
+        store.flush()
+        assert all(held(below, keys("first", 2)))
+        for chain in range(8):
+            named = keys(chain, 3)
+            refused = next((depth for depth, key in enumerate(named) if key[0] % 2), 3)
+            assert held(below, named) == [depth < refused for depth in range(3)]
+
+
 def test_leave_writes_parents_before_their_children() -> None:
     with opened(32, write_rule="leave") as (store, below):
         store.put(items("a", 30)).result()

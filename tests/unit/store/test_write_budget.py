@@ -5,18 +5,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from store_world import BLOCK, FarTier, items
+from store_world import BLOCK, FarTier, items, keys
 
 from kvtier.cpu import HostTier
 from kvtier.errors import TierUnavailable
 from kvtier.hints import Hint
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeOptions, NvmeTier
+from kvtier.policies import SecondTouch
 from kvtier.store import StoreOptions, TieredStore
+from kvtier.store.options import WriteRule
+from kvtier.store.placement import Placed
 from kvtier.testing.blocks import chain_refs, put
 
 OPTIONS = NvmeOptions(segment_bytes=1 << 20, min_free_bytes=0)
@@ -38,7 +41,7 @@ path, name, budget = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 ns = namespace_index(hashlib.sha256(b"budget").digest())
 metrics = Metrics()
 tier = NvmeTier(path, 8 << 20, NvmeOptions(segment_bytes=1 << 20, min_free_bytes=0), metrics=metrics)
-store = TieredStore(HostTier(4 << 20), [tier], metrics=metrics, options=StoreOptions(write_budget=budget))
+store = TieredStore(HostTier(4 << 20), [tier], metrics=metrics, options=StoreOptions(write_budget=budget or None))
 print("ready", flush=True)
 for line in sys.stdin:
     for at in range(int(line)):
@@ -51,8 +54,8 @@ store.close()
 
 
 @contextlib.contextmanager
-def process(path: Path, name: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", _PROCESS, str(path), name, str(PER_DAY)]
+def process(path: Path, name: str, budget: int = PER_DAY) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", _PROCESS, str(path), name, str(budget)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == "ready\n"
@@ -139,18 +142,68 @@ def test_what_waits_counts_before_it_is_written(tmp_path: Path, monkeypatch: pyt
 def test_writes_without_a_budget_count_once_there_was_one(tmp_path: Path) -> None:
     with contextlib.closing(NvmeTier(tmp_path, 8 << 20, OPTIONS)) as tier:
         put(tier, chain_refs(8, seed=1), BLOCK)
-        assert tier.ahead(PER_DAY) == 0, "a directory that nobody metered"
     with opened(tmp_path, None) as (store, tier):
         put_likely(store, "unmetered", 8)
-        assert tier.ahead(PER_DAY) == 0
+        assert tier.ahead(PER_DAY) == 0, "a directory that nobody metered"
     with contextlib.closing(NvmeTier(tmp_path, 8 << 20, OPTIONS)) as tier:
-        tier.ahead(PER_DAY)
         put(tier, chain_refs(4, seed=2), BLOCK)
     with opened(tmp_path, None) as (store, tier):
         put_likely(store, "metered", 8)
         assert tier.ahead(PER_DAY) == pytest.approx(12 * BLOCK, rel=0.01)
         tier.clear().wait(30)
         assert tier.ahead(PER_DAY) == pytest.approx(12 * BLOCK, rel=0.01)
+
+
+def test_writes_without_a_budget_count_while_the_process_that_has_one_is_idle(tmp_path: Path) -> None:
+    with opened(tmp_path) as (store, tier), process(tmp_path, "unmetered", 0) as other:
+        start(other, DAY_BLOCKS)
+        assert written(other) == DAY_BLOCKS
+        assert tier.ahead(PER_DAY) == pytest.approx(PER_DAY, rel=0.01)
+        put_likely(store, "metered", 8)
+        # A block accrues in half an hour.
+        assert store.metrics.value("written_bytes_total", tier="nvme") == 0
+
+
+def test_what_the_queue_dropped_keeps_to_the_budget_when_it_is_used_again(tmp_path: Path) -> None:
+    # An hour's share is four blocks: what is written before leaves the rule as it is.
+    day, likely = 24 * 4, Hint(reuse="likely")
+    tier = NvmeTier(tmp_path, 8 << 20, OPTIONS)
+    options = StoreOptions(write_budget=day * BLOCK, writeback_bytes=BLOCK)
+    with contextlib.closing(TieredStore(HostTier(1024 * BLOCK), [tier], options=options)) as store:
+        for chain, count in (("a", 80), ("b", 80), ("last", 1)):
+            put_likely(store, chain, count)
+        assert store.metrics.value("dropped_blocks_total", tier="nvme", reason="queue_full") == 158
+        assert store.write_rule == "through"
+        (demoter,) = store._placement._demoters
+        demoter._bound = 256 * BLOCK  # the device is quick again
+        store._placement.used([Placed(ref, BLOCK, likely) for chain in "ab" for ref, _ in items(chain, 80)])
+        store.flush()
+        assert tier.stats()["blocks"] == day
+        refused = 161 - day
+        assert store.metrics.value("dropped_blocks_total", tier="nvme", reason="not_admitted") == refused
+        assert len(demoter.owes(keys("a", 80) + keys("b", 80))) == refused, "it stays owed"
+
+
+class Everything:
+    """An admission policy of one's own that refuses nothing."""
+
+    def admit(self, keys: Sequence[bytes], nbytes: Sequence[int], hints: Sequence[Hint]) -> list[bool]:
+        return [True] * len(keys)
+
+
+@pytest.mark.parametrize("policy", [SecondTouch, Everything])
+def test_a_budget_holds_under_second_touch(tmp_path: Path, policy: type[SecondTouch | Everything]) -> None:
+    tier = NvmeTier(tmp_path, 8 << 20, OPTIONS)
+    options = StoreOptions(write_budget=PER_DAY, write_rule="second_touch", admission=policy())
+    with contextlib.closing(TieredStore(HostTier(1024 * BLOCK), [tier], options=options)) as store:
+        store.put(items("first", 8)).result()
+        store.flush()
+        assert tier.stats()["blocks"] == (8 if policy is Everything else 0), "the policy decides, however much is left"
+        for chain in range(10):
+            for _ in range(2):
+                store.put(items(chain, 8)).result()
+                store.flush()
+        assert tier.stats()["blocks"] == DAY_BLOCKS
 
 
 def test_a_clock_that_was_set_back_locks_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,3 +242,40 @@ def test_a_remote_tier_beside_it_does_not_count(tmp_path: Path) -> None:
             store.put(items("a", 8)).result()
             store.flush()
         assert tier.ahead(24 * 8 * BLOCK) == pytest.approx(8 * BLOCK, rel=0.01)
+
+
+@pytest.mark.parametrize("write_rule", ["through", "second_touch"])
+def test_a_remote_tier_does_not_starve_with_a_budget_that_is_used_up(tmp_path: Path, write_rule: WriteRule) -> None:
+    tier, far = NvmeTier(tmp_path, 8 << 20, OPTIONS), FarTier()
+    options = StoreOptions(write_budget=PER_DAY, write_rule=write_rule)
+    with contextlib.closing(TieredStore(HostTier(1024 * BLOCK), [tier, far], options=options)) as store:
+        put_likely(store, "nvme", DAY_BLOCKS + 8)
+        assert tier.stats()["blocks"] == DAY_BLOCKS
+        assert far.stats()["blocks"] == DAY_BLOCKS + 8
+        # Used up, it still takes two touches.
+        store.put(items("once", 8)).result()
+        store.flush()
+        assert far.stats()["blocks"] == DAY_BLOCKS + 8
+        store.put(items("once", 8)).result()
+        store.flush()
+        assert far.stats()["blocks"] == DAY_BLOCKS + 16
+        assert tier.stats()["blocks"] == DAY_BLOCKS
+
+
+def test_a_remote_tier_does_not_starve_with_a_meter_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: int) -> float:
+        raise TierUnavailable("no index")
+
+    tier, far = NvmeTier(tmp_path, 8 << 20, OPTIONS), FarTier()
+    options = StoreOptions(write_budget=PER_DAY)
+    with contextlib.closing(TieredStore(HostTier(64 * BLOCK), [tier, far], options=options)) as store:
+        put_likely(store, "a", 8)
+        far.clear().wait(30)
+        monkeypatch.setattr(tier, "ahead", broken)
+        # NVMe holds the first and lacks the second.
+        put_likely(store, "a", 8)
+        put_likely(store, "b", 8)
+        assert far.stats()["blocks"] == 16
+        assert tier.stats()["blocks"] == 8
