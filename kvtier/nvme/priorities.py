@@ -76,19 +76,21 @@ class Aging(NamedTuple):
     instant: int
     now: int
 
-    def slowed(self, stamps: NDArray[np.uint64], at: "slice | NDArray[np.int64]") -> NDArray[np.uint64]:
+    def slowed(self, stamps: NDArray[np.uint64], at: "slice | NDArray[np.int64]", shift: int) -> NDArray[np.uint64]:
         """The stamps that records without a priority would have if they were as old as these count.
 
         Args:
             stamps: of rows `at`; those of 0 and 1 stay as they are.
             at: which rows.
+            shift: low bits of a stamp that do not count as age. What is equally old without them stays so.
         """
         rows = self.rows[at]
         held = np.flatnonzero((rows["until"] > self.now) & (stamps > 1))
         if not len(held):
             return stamps
         weights = rows["weight"][held].astype(np.float64)
-        ages = np.maximum(self.instant - stamps[held].astype(np.float64), 0.0)
+        steps = stamps[held] >> np.uint64(shift) << np.uint64(shift)
+        ages = np.maximum(self.instant - steps.astype(np.float64), 0.0)
         slowed = stamps.copy()
         slowed[held] = np.where(
             np.isinf(weights), _STRICT, np.uint64(self.instant) - (ages / weights).astype(np.uint64)

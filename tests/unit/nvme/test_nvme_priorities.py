@@ -243,6 +243,30 @@ def test_a_use_of_the_end_prolongs_the_beginning(recency: Recency, index: Index,
     assert order(recency, 7)[-4:] == heads(chain[::-1])
 
 
+@pytest.mark.parametrize("priority", [1, 4, math.inf])
+def test_nothing_goes_before_what_builds_on_it(
+    recency: Recency, index: Index, monkeypatch: pytest.MonkeyPatch, priority: float
+) -> None:
+    monkeypatch.setattr("kvtier.nvme.recency._FINENESS", 4)  # coarse ages, as in many rows
+    dice, hint = random.Random(1), Hint(priority=priority)
+    chains = [chain_refs(20, seed=seed) for seed in range(20)]
+    rows: list[list[int]] = [[] for _ in chains]
+    parents = {ref.key[:8]: ref.parent[:8] for refs in chains for ref in refs if ref.parent is not None}
+    for _ in range(200):
+        at = dice.randrange(len(chains))
+        recency.renew(rows[at])
+        have = len(rows[at])
+        rows[at] += enter(recency, index, chains[at][have : have + 2], hint)
+        live = {head for refs, mine in zip(chains, rows, strict=True) for head in heads(refs[: len(mine)])}
+        children: dict[bytes, set[bytes]] = {}
+        for child in live & parents.keys():
+            children.setdefault(parents[child], set()).add(child)
+        gone: set[bytes] = set()
+        for head in order(recency, 12):
+            assert children.get(head, set()) <= gone
+            gone.add(head)
+
+
 def test_a_new_record_does_not_inherit_its_row(recency: Recency, index: Index) -> None:
     strict, others, new = bare(1, seed=1), bare(2, seed=2), bare(1, seed=3)
     (row,) = enter(recency, index, strict, STRICT)
