@@ -22,7 +22,7 @@ __all__ = ["PRIORITY", "Aging", "Priorities", "counts", "give"]
 PRIORITY = np.dtype([("until", "<u4"), ("seconds", "<u2"), ("weight", "<f2")])
 _MOST_SECONDS = 2**16 - 1
 _MOST_WEIGHT = float(np.finfo(np.float16).max)
-_STRICT = np.uint64(2**64 - 2)
+_STRICT = np.uint64(2**63)
 
 
 class Priorities:
@@ -93,7 +93,7 @@ class Aging(NamedTuple):
         ages = np.maximum(self.instant - steps.astype(np.float64), 0.0)
         slowed = stamps.copy()
         slowed[held] = np.where(
-            np.isinf(weights), _STRICT, np.uint64(self.instant) - (ages / weights).astype(np.uint64)
+            np.isinf(weights), _STRICT | steps, np.uint64(self.instant) - (ages / weights).astype(np.uint64)
         )
         return slowed
 

@@ -162,6 +162,15 @@ def test_ages_are_weighted_as_in_host(recency: Recency, index: Index, seed: int)
     assert set(below[-len(strict) :]) == set(above[-len(strict) :]) == strict
 
 
+def test_what_is_strict_goes_oldest_first_too(recency: Recency, index: Index) -> None:
+    refs, plain = bare(4, seed=1), bare(1, seed=2)
+    rows = [enter(recency, index, [ref], STRICT)[0] for ref in refs]
+    recency.renew(rows[:1])
+    enter(recency, index, plain)
+    recency.renew(rows[2:3])
+    assert order(recency, 5) == heads([*plain, refs[1], refs[3], refs[0], refs[2]])
+
+
 def test_a_priority_of_four_ages_four_times_slower(recency: Recency, index: Index) -> None:
     weighty, plain = bare(1, seed=1), bare(1, seed=2)
     enter(recency, index, weighty, Hint(priority=4))
