@@ -3,7 +3,8 @@
 row    until u32 (Unix seconds; where they are past, nothing holds), seconds u16 (for which a use renews it),
        weight f16                                                                                        8 bytes
 
-The file is made with the first priority. Like recency rows, these may race, and cost precision only.
+The file is made with the first priority. Like recency rows, these may race, and cost precision only. What lasts for
+longer than it could if it were given now is of a clock that ran ahead, and does not hold either.
 """
 
 import math
@@ -17,12 +18,14 @@ from numpy.typing import NDArray
 
 from kvtier.hints import Hint
 
-__all__ = ["PRIORITY", "Aging", "Priorities", "counts", "give"]
+__all__ = ["PRIORITY", "Aging", "Priorities", "counts", "cover", "give", "holds"]
 
 PRIORITY = np.dtype([("until", "<u4"), ("seconds", "<u2"), ("weight", "<f2")])
 _MOST_SECONDS = 2**16 - 1
 _MOST_WEIGHT = float(np.finfo(np.float16).max)
 _STRICT = np.uint64(2**63)
+_SKEW = 60
+"""Seconds by which a clock may have been set back since: an adjustment takes no priority away."""
 
 
 class Priorities:
@@ -85,7 +88,7 @@ class Aging(NamedTuple):
             shift: low bits of a stamp that do not count as age. What is equally old without them stays so.
         """
         rows = self.rows[at]
-        held = np.flatnonzero((rows["until"] > self.now) & (stamps > 1))
+        held = np.flatnonzero(holds(rows, self.now) & (stamps > 1))
         if not len(held):
             return stamps
         weights = rows["weight"][held].astype(np.float64)
@@ -96,6 +99,12 @@ class Aging(NamedTuple):
             np.isinf(weights), _STRICT | steps, np.uint64(self.instant) - (ages / weights).astype(np.uint64)
         )
         return slowed
+
+
+def holds(rows: NDArray[np.void], now: int) -> NDArray[np.bool_]:
+    """Which of these rows of `PRIORITY` hold."""
+    left = rows["until"].astype(np.int64) - now
+    return (left > 0) & (left - _SKEW <= rows["seconds"])
 
 
 def counts(hint: Hint | None) -> bool:
@@ -114,13 +123,16 @@ def give(rows: NDArray[np.void], row: int, hint: Hint, now: int) -> int:
     """
     seconds = math.ceil(min(hint.priority_ttl, _MOST_SECONDS))
     weight = hint.priority if hint.priority == math.inf else min(hint.priority, _MOST_WEIGHT)
-    return cover(rows, row, (now + seconds, seconds, weight), now)
+    cover(rows, row, (now + seconds, seconds, weight), now)
+    return int(rows["until"][row])
 
 
-def cover(rows: NDArray[np.void], row: int, wanted: tuple[int, int, float], now: int) -> int:
-    """Let a row's priority be at least this in all three, as far as it still holds; returns until when."""
-    until, seconds, weight = rows[row].item()
-    if until > now:
+def cover(rows: NDArray[np.void], row: int, wanted: tuple[int, int, float], now: int) -> bool:
+    """Let a row's priority be at least this in all three, as far as it still holds; returns whether it was less."""
+    had = until, seconds, weight = rows[row].item()
+    if 0 < until - now <= seconds + _SKEW:
         wanted = (max(until, wanted[0]), max(seconds, wanted[1]), max(weight, wanted[2]))
+    if wanted == had:
+        return False
     rows[row] = wanted
-    return wanted[0]
+    return True

@@ -208,6 +208,32 @@ def test_a_priority_lapses_and_a_use_prolongs_it(recency: Recency, index: Index,
     assert order(recency, 4)[1:3] != heads(used)
 
 
+def test_a_clock_that_ran_ahead_leaves_no_priority(recency: Recency, index: Index, clock: list[float]) -> None:
+    chain, old, hinted, young = chain_refs(2, seed=1), bare(2, seed=2), bare(1, seed=3), bare(1, seed=4)
+    clock[0] += 365 * 86400
+    rows = enter(recency, index, chain[:1], STRICT)
+    rows += enter(recency, index, old, STRICT)
+    rows += enter(recency, index, hinted, STRICT)
+    clock[0] -= 365 * 86400
+    enter(recency, index, young)
+    assert order(recency, 5) == heads([*chain[:1], *old, *hinted, *young])
+    recency.renew(rows[1:2])  # a use prolongs what holds, not this
+    recency.hint(rows[3:], [Hint(priority=4, priority_ttl=600)])  # and a hint says what it says
+    enter(recency, index, chain[1:], STRICT)  # as does a child
+    assert order(recency, 6) == heads([old[1], young[0], old[0], hinted[0], *chain[::-1]])
+    clock[0] += 601
+    assert order(recency, 6) == heads([old[1], *hinted, *young, *old[:1], *chain[::-1]])
+
+
+def test_a_clock_that_is_set_back_takes_no_priority(recency: Recency, index: Index, clock: list[float]) -> None:
+    strict, long, plain = bare(1, seed=1), bare(1, seed=2), bare(1, seed=3)
+    enter(recency, index, strict, STRICT)
+    enter(recency, index, long, Hint(priority=math.inf, priority_ttl=1e6))
+    enter(recency, index, plain)
+    clock[0] -= 30
+    assert order(recency, 3) == heads([*plain, *strict, *long])
+
+
 def test_reuse_none_and_a_ttl_come_before_a_priority(recency: Recency, index: Index, clock: list[float]) -> None:
     dead, brief, old = bare(1, seed=1), bare(1, seed=2), bare(1, seed=3)
     enter(recency, index, old)
