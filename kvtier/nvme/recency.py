@@ -322,7 +322,8 @@ class Recency:
         if len(mine):
             held["until"][mine] = now + held["seconds"][mine].astype(np.uint32)
             self._header["prior"] = max(int(self._header["prior"][0]), int(held["until"][mine].max()))
-            self._lift(current, held, int(mine[0]), now)
+            for row in mine[_raised(current, held, mine, now)].tolist():
+                self._lift(current, held, row, now)
 
     @staticmethod
     def _lift(current: NDArray[np.void], held: NDArray[np.void], row: int, now: int) -> None:
@@ -458,6 +459,16 @@ def _stamp(current: NDArray[np.void], rows: NDArray[np.int64], now: int) -> bool
     current["stamp"][alive] = now
     current["expires"][rows] = _expiries(ttls)
     return True
+
+
+def _raised(current: NDArray[np.void], held: NDArray[np.void], rows: NDArray[np.int64], now: int) -> NDArray[np.bool_]:
+    """Which of these rows, whose priorities hold, seem to have a higher one than their parents."""
+    above = current["parent_row"][rows].astype(np.int64)
+    mine, theirs = held[rows], held[np.minimum(above, len(held) - 1)]
+    lower = ~holds(theirs, now)
+    for name in ("until", "seconds", "weight"):
+        lower |= theirs[name] < mine[name]
+    return lower & (above < len(current))
 
 
 def _clamped(depth: int) -> int:

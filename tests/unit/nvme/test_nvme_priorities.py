@@ -302,6 +302,21 @@ def test_nothing_goes_before_what_builds_on_it(
             gone.add(head)
 
 
+def test_a_block_that_is_stored_anew_has_the_priority_of_its_chain(recency: Recency, index: Index) -> None:
+    chain, other = chain_refs(4, seed=1), chain_refs(2, seed=2)
+    rows = enter(recency, index, chain, STRICT)
+    with index.write() as ledger:
+        record = ledger.get(chain[1].key)
+        assert record is not None
+        ledger.drop(chain[1].key, record)
+        recency.forget([rows[1]], [chain[1].key])
+    gone, rows[1:2] = rows[1:2], enter(recency, index, chain[1:2])
+    recency.retire(gone)
+    recency.renew(rows)
+    enter(recency, index, other)
+    assert order(recency, 6) == heads([*other[::-1], *chain[::-1]])
+
+
 def test_a_new_record_does_not_inherit_its_row(recency: Recency, index: Index) -> None:
     strict, others, new = bare(1, seed=1), bare(2, seed=2), bare(1, seed=3)
     (row,) = enter(recency, index, strict, STRICT)
