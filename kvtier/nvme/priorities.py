@@ -10,6 +10,7 @@ longer than it could if it were given now is of a clock that ran ahead, and does
 import math
 import mmap
 import os
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ _SKEW = 60
 
 
 class Priorities:
-    """The rows of one directory.
+    """The rows of one directory. Thread-safe: those who use blocks and those who store them meet here.
 
     Args:
         path: the file, made when it is needed first.
@@ -39,24 +40,32 @@ class Priorities:
         self._path = path
         self._fd = -1
         self._rows: NDArray[np.void] = np.zeros(0, PRIORITY)
+        self._closed = False
+        self._lock = threading.Lock()
 
     def rows(self, count: int) -> NDArray[np.void] | None:
-        """At least `count` rows; None where the disk has no room for them."""
-        if count > len(self._rows):
-            try:
-                self._map(count * PRIORITY.itemsize)
-            except OSError:
+        """At least `count` rows; None where the disk has no room for them, or the file is closed."""
+        rows = self._rows
+        if count <= len(rows):
+            return rows
+        with self._lock:
+            if self._closed:
                 return None
-        return self._rows
+            if count > len(self._rows):
+                try:
+                    self._rows = self._map(count * PRIORITY.itemsize)
+                except OSError:
+                    return None
+            return self._rows
 
-    def _map(self, nbytes: int) -> None:
+    def _map(self, nbytes: int) -> NDArray[np.void]:
         if self._fd < 0:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if os.fstat(self._fd).st_size < nbytes:
             # Allocated, not sparse: storing to a hole of a full disk would kill the process.
             os.posix_fallocate(self._fd, 0, nbytes)
         memory = mmap.mmap(self._fd, os.fstat(self._fd).st_size // PRIORITY.itemsize * PRIORITY.itemsize)
-        self._rows = np.frombuffer(memory, PRIORITY)
+        return np.frombuffer(memory, PRIORITY)
 
     def clear(self) -> None:
         """Forget all, before the first use: the rows are other records' now."""
@@ -64,9 +73,11 @@ class Priorities:
 
     def close(self) -> None:
         """Let go of the file. The mapping goes with the last array on it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._rows = np.zeros(0, PRIORITY)
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd, self._closed = -1, True
+            self._rows = np.zeros(0, PRIORITY)
 
 
 class Aging(NamedTuple):
@@ -91,7 +102,8 @@ class Aging(NamedTuple):
         held = np.flatnonzero(holds(rows, self.now) & (stamps > 1))
         if not len(held):
             return stamps
-        weights = rows["weight"][held].astype(np.float64)
+        # Another process may be storing one: the weight comes last.
+        weights = np.maximum(rows["weight"][held].astype(np.float64), 1.0)
         steps = stamps[held] >> np.uint64(shift) << np.uint64(shift)
         ages = np.maximum(self.instant - steps.astype(np.float64), 0.0)
         slowed = stamps.copy()

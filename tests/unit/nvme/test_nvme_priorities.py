@@ -3,9 +3,12 @@
 import math
 import os
 import random
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvtier.hints import Hint
@@ -13,7 +16,7 @@ from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.nvme.extents import Extent
 from kvtier.nvme.index import Index
 from kvtier.nvme.ledger import Record
-from kvtier.nvme.priorities import PRIORITY
+from kvtier.nvme.priorities import PRIORITY, Aging, Priorities
 from kvtier.nvme.recency import Recency
 from kvtier.policies import LruPolicy
 from kvtier.testing.blocks import chain_refs, content, put, run_length
@@ -396,6 +399,44 @@ def test_in_more_rows_than_a_window(tmp_path: Path, index: Index, monkeypatch: p
         gone += victims
     early = [at for at, head in enumerate(gone) if head in strict and at < len(gone) - len(strict)]
     assert len(early) == 0
+
+
+def test_threads_open_the_file_once_and_get_what_they_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    really = os.open
+
+    def slow(path: Path, *rest: int) -> int:
+        time.sleep(0.05)  # for the others to come
+        opened.append(really(path, *rest))
+        return opened[-1]
+
+    monkeypatch.setattr(os, "open", slow)
+    priorities = Priorities(tmp_path / "p")
+    asked = [1000, 4000, 2000, 3000]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        got = list(threads.map(priorities.rows, asked))
+    priorities.close()
+    assert len(opened) == 1
+    assert all(rows is not None and len(rows) >= count for rows, count in zip(got, asked, strict=True))
+
+
+def test_what_comes_late_leaves_the_files_of_others_alone(tmp_path: Path) -> None:
+    priorities = Priorities(tmp_path / "p")
+    assert priorities.rows(10) is not None
+    priorities.close()
+    with (tmp_path / "other").open("w+b"):  # likely with the number of the descriptor that was closed
+        assert priorities.rows(1000) is None
+    priorities.close()
+    assert (tmp_path / "other").stat().st_size == 0
+
+
+def test_a_priority_that_is_half_written_divides_by_no_zero() -> None:
+    rows = np.zeros(2, PRIORITY)
+    rows["until"], rows["seconds"] = 1600, 600
+    stamps = np.array([50, 60], np.uint64)
+    with np.errstate(all="raise"):
+        slowed = Aging(rows, 100, 1000).slowed(stamps, slice(0, 2), 0)
+    assert slowed.tolist() == stamps.tolist()
 
 
 def test_a_row_is_8_bytes() -> None:
