@@ -322,7 +322,7 @@ class Recency:
         if len(mine):
             held["until"][mine] = now + held["seconds"][mine].astype(np.uint32)
             self._header["prior"] = max(int(self._header["prior"][0]), int(held["until"][mine].max()))
-            for row in mine[_raised(current, held, mine, now)].tolist():
+            for row in mine[_raised(current, held, mine, now)][::-1].tolist():  # the deepest spares those above it
                 self._lift(current, held, row, now)
 
     @staticmethod
