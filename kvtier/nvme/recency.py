@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from kvtier.hints import Hint
 from kvtier.nvme.ledger import Ledger, Record
-from kvtier.nvme.priorities import Aging, Priorities, counts, cover, give
+from kvtier.nvme.priorities import Aging, Priorities, counts, cover, give, holds
 from kvtier.nvme.victims import NO_ROW, OLDEST, ROW, Victim, choose
 from kvtier.tiers import BlockRef
 
@@ -318,23 +318,23 @@ class Recency:
         if held is None:
             return
         now = int(time.time())
-        mine = rows[held["until"][rows] > now]
+        mine = rows[holds(held[rows], now)]
         if len(mine):
             held["until"][mine] = now + held["seconds"][mine].astype(np.uint32)
             self._header["prior"] = max(int(self._header["prior"][0]), int(held["until"][mine].max()))
-            self._lift(current, held, int(mine[0]), now)
+            for row in mine[_raised(current, held, mine, now)][::-1].tolist():  # the deepest spares those above it
+                self._lift(current, held, row, now)
 
     @staticmethod
     def _lift(current: NDArray[np.void], held: NDArray[np.void], row: int, now: int) -> None:
         """Let the ancestors of a row with a priority have it at least as high, for as long."""
-        until, seconds, weight = held[row].item()
+        wanted = held[row].item()
         while current["parent"][row]:
             above = int(current["parent_row"][row])
             if above >= len(current) or int(current["key"][above]) & 0xFFFFFFFF != current["parent"][row]:
                 return
-            if held["until"][above] >= until and held["weight"][above] >= weight:
+            if not cover(held, above, wanted, now):
                 return
-            cover(held, above, (until, seconds, weight), now)
             row = above
 
     def restore(self, ledger: Ledger, batch: Sequence[tuple[bytes, Record]]) -> None:
@@ -459,6 +459,16 @@ def _stamp(current: NDArray[np.void], rows: NDArray[np.int64], now: int) -> bool
     current["stamp"][alive] = now
     current["expires"][rows] = _expiries(ttls)
     return True
+
+
+def _raised(current: NDArray[np.void], held: NDArray[np.void], rows: NDArray[np.int64], now: int) -> NDArray[np.bool_]:
+    """Which of these rows, whose priorities hold, seem to have a higher one than their parents."""
+    above = current["parent_row"][rows].astype(np.int64)
+    mine, theirs = held[rows], held[np.minimum(above, len(held) - 1)]
+    lower = ~holds(theirs, now)
+    for name in ("until", "seconds", "weight"):
+        lower |= theirs[name] < mine[name]
+    return lower & (above < len(current))
 
 
 def _clamped(depth: int) -> int:

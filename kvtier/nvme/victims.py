@@ -95,7 +95,7 @@ def choose(
     if len(rows) <= _WINDOW:
         starts, bound = [0], int(_NEVER) - 1
     else:
-        starts, bound = _route(rows, before, hand, aging)
+        starts, bound = _route(rows, before, shift, hand, aging)
     found: list[_Found] = []
     total = 0
     for start in starts:
@@ -134,14 +134,14 @@ def _joined(found: list[_Found]) -> _Found:
     )
 
 
-def _route(rows: NDArray[np.void], before: int, hand: int, aging: Aging | None) -> tuple[list[int], int]:
+def _route(rows: NDArray[np.void], before: int, shift: int, hand: int, aging: Aging | None) -> tuple[list[int], int]:
     """Where to look, and up to which stamp a block is old."""
     stride = len(rows) // _SAMPLE
     at = np.arange(hand % stride, len(rows), stride)
     stamps = rows["stamp"][at]
     usable = (stamps > 0) & (stamps < before)
     at, stamps = at[usable], stamps[usable]
-    stamps = stamps if aging is None else aging.slowed(stamps, at)
+    stamps = stamps if aging is None else aging.slowed(stamps, at, shift)
     hand = hand % len(rows) // _WINDOW * _WINDOW
     if not len(at):
         return [hand], before
@@ -158,7 +158,7 @@ def _look(
     """All rows of the window from `start` on that may go."""
     window = rows[start : start + _WINDOW]
     stamps = window["stamp"].copy()
-    slowed = stamps if aging is None else aging.slowed(stamps, slice(start, start + len(window)))
+    slowed = stamps if aging is None else aging.slowed(stamps, slice(start, start + len(window)), shift)
     ages = slowed >> np.uint64(shift)
     # No row is the oldest but by a hint; stamps of the first instants, in a large array, have no age either.
     ages = np.maximum(ages, OLDEST)

@@ -3,9 +3,12 @@
 import math
 import os
 import random
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvtier.hints import Hint
@@ -13,7 +16,7 @@ from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.nvme.extents import Extent
 from kvtier.nvme.index import Index
 from kvtier.nvme.ledger import Record
-from kvtier.nvme.priorities import PRIORITY
+from kvtier.nvme.priorities import PRIORITY, Aging, Priorities
 from kvtier.nvme.recency import Recency
 from kvtier.policies import LruPolicy
 from kvtier.testing.blocks import chain_refs, content, put, run_length
@@ -162,6 +165,15 @@ def test_ages_are_weighted_as_in_host(recency: Recency, index: Index, seed: int)
     assert set(below[-len(strict) :]) == set(above[-len(strict) :]) == strict
 
 
+def test_what_is_strict_goes_oldest_first_too(recency: Recency, index: Index) -> None:
+    refs, plain = bare(4, seed=1), bare(1, seed=2)
+    rows = [enter(recency, index, [ref], STRICT)[0] for ref in refs]
+    recency.renew(rows[:1])
+    enter(recency, index, plain)
+    recency.renew(rows[2:3])
+    assert order(recency, 5) == heads([*plain, refs[1], refs[3], refs[0], refs[2]])
+
+
 def test_a_priority_of_four_ages_four_times_slower(recency: Recency, index: Index) -> None:
     weighty, plain = bare(1, seed=1), bare(1, seed=2)
     enter(recency, index, weighty, Hint(priority=4))
@@ -197,6 +209,32 @@ def test_a_priority_lapses_and_a_use_prolongs_it(recency: Recency, index: Index,
     clock[0] += 400
     assert order(recency, 4)[0] == left[0].key[:8]
     assert order(recency, 4)[1:3] != heads(used)
+
+
+def test_a_clock_that_ran_ahead_leaves_no_priority(recency: Recency, index: Index, clock: list[float]) -> None:
+    chain, old, hinted, young = chain_refs(2, seed=1), bare(2, seed=2), bare(1, seed=3), bare(1, seed=4)
+    clock[0] += 365 * 86400
+    rows = enter(recency, index, chain[:1], STRICT)
+    rows += enter(recency, index, old, STRICT)
+    rows += enter(recency, index, hinted, STRICT)
+    clock[0] -= 365 * 86400
+    enter(recency, index, young)
+    assert order(recency, 5) == heads([*chain[:1], *old, *hinted, *young])
+    recency.renew(rows[1:2])  # a use prolongs what holds, not this
+    recency.hint(rows[3:], [Hint(priority=4, priority_ttl=600)])  # and a hint says what it says
+    enter(recency, index, chain[1:], STRICT)  # as does a child
+    assert order(recency, 6) == heads([old[1], young[0], old[0], hinted[0], *chain[::-1]])
+    clock[0] += 601
+    assert order(recency, 6) == heads([old[1], *hinted, *young, *old[:1], *chain[::-1]])
+
+
+def test_a_clock_that_is_set_back_takes_no_priority(recency: Recency, index: Index, clock: list[float]) -> None:
+    strict, long, plain = bare(1, seed=1), bare(1, seed=2), bare(1, seed=3)
+    enter(recency, index, strict, STRICT)
+    enter(recency, index, long, Hint(priority=math.inf, priority_ttl=1e6))
+    enter(recency, index, plain)
+    clock[0] -= 30
+    assert order(recency, 3) == heads([*plain, *strict, *long])
 
 
 def test_reuse_none_and_a_ttl_come_before_a_priority(recency: Recency, index: Index, clock: list[float]) -> None:
@@ -241,6 +279,45 @@ def test_a_use_of_the_end_prolongs_the_beginning(recency: Recency, index: Index,
     enter(recency, index, chain_refs(1, seed=3))
     clock[0] += 400
     assert order(recency, 7)[-4:] == heads(chain[::-1])
+
+
+@pytest.mark.parametrize("priority", [1, 4, math.inf])
+def test_nothing_goes_before_what_builds_on_it(
+    recency: Recency, index: Index, monkeypatch: pytest.MonkeyPatch, priority: float
+) -> None:
+    monkeypatch.setattr("kvtier.nvme.recency._FINENESS", 4)  # coarse ages, as in many rows
+    dice, hint = random.Random(1), Hint(priority=priority)
+    chains = [chain_refs(20, seed=seed) for seed in range(20)]
+    rows: list[list[int]] = [[] for _ in chains]
+    parents = {ref.key[:8]: ref.parent[:8] for refs in chains for ref in refs if ref.parent is not None}
+    for _ in range(200):
+        at = dice.randrange(len(chains))
+        recency.renew(rows[at])
+        have = len(rows[at])
+        rows[at] += enter(recency, index, chains[at][have : have + 2], hint)
+        live = {head for refs, mine in zip(chains, rows, strict=True) for head in heads(refs[: len(mine)])}
+        children: dict[bytes, set[bytes]] = {}
+        for child in live & parents.keys():
+            children.setdefault(parents[child], set()).add(child)
+        gone: set[bytes] = set()
+        for head in order(recency, 12):
+            assert children.get(head, set()) <= gone
+            gone.add(head)
+
+
+def test_a_block_that_is_stored_anew_has_the_priority_of_its_chain(recency: Recency, index: Index) -> None:
+    chain, other = chain_refs(4, seed=1), chain_refs(2, seed=2)
+    rows = enter(recency, index, chain, STRICT)
+    with index.write() as ledger:
+        record = ledger.get(chain[1].key)
+        assert record is not None
+        ledger.drop(chain[1].key, record)
+        recency.forget([rows[1]], [chain[1].key])
+    gone, rows[1:2] = rows[1:2], enter(recency, index, chain[1:2])
+    recency.retire(gone)
+    recency.renew(rows)
+    enter(recency, index, other)
+    assert order(recency, 6) == heads([*other[::-1], *chain[::-1]])
 
 
 def test_a_new_record_does_not_inherit_its_row(recency: Recency, index: Index) -> None:
@@ -322,6 +399,44 @@ def test_in_more_rows_than_a_window(tmp_path: Path, index: Index, monkeypatch: p
         gone += victims
     early = [at for at, head in enumerate(gone) if head in strict and at < len(gone) - len(strict)]
     assert len(early) == 0
+
+
+def test_threads_open_the_file_once_and_get_what_they_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    really = os.open
+
+    def slow(path: Path, *rest: int) -> int:
+        time.sleep(0.05)  # for the others to come
+        opened.append(really(path, *rest))
+        return opened[-1]
+
+    monkeypatch.setattr(os, "open", slow)
+    priorities = Priorities(tmp_path / "p")
+    asked = [1000, 4000, 2000, 3000]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        got = list(threads.map(priorities.rows, asked))
+    priorities.close()
+    assert len(opened) == 1
+    assert all(rows is not None and len(rows) >= count for rows, count in zip(got, asked, strict=True))
+
+
+def test_what_comes_late_leaves_the_files_of_others_alone(tmp_path: Path) -> None:
+    priorities = Priorities(tmp_path / "p")
+    assert priorities.rows(10) is not None
+    priorities.close()
+    with (tmp_path / "other").open("w+b"):  # likely with the number of the descriptor that was closed
+        assert priorities.rows(1000) is None
+    priorities.close()
+    assert (tmp_path / "other").stat().st_size == 0
+
+
+def test_a_priority_that_is_half_written_divides_by_no_zero() -> None:
+    rows = np.zeros(2, PRIORITY)
+    rows["until"], rows["seconds"] = 1600, 600
+    stamps = np.array([50, 60], np.uint64)
+    with np.errstate(all="raise"):
+        slowed = Aging(rows, 100, 1000).slowed(stamps, slice(0, 2), 0)
+    assert slowed.tolist() == stamps.tolist()
 
 
 def test_a_row_is_8_bytes() -> None:
