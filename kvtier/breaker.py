@@ -40,8 +40,6 @@ class Breaker:
 
     def allows(self) -> bool:
         """Whether to use it now. While open, one call per pause is told yes: the trial."""
-        if not self.is_open:
-            return True
         with self._lock:
             now = self._clock()
             if not self.is_open:
