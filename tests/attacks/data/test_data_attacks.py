@@ -139,8 +139,6 @@ def test_a_hello_that_is_none_ends_the_connection(service: World, head: object, 
         (MATCH, {"ns": "../../etc/passwd", "keys": KEY}),
         (MATCH, {"ns": "a" * 129, "keys": KEY}),
         (GET, {"ns": "target", "keys": KEY, "parts": []}),
-        (GET, {"ns": "target", "keys": KEY, "parts": [1]}),
-        (GET, {"ns": "target", "keys": KEY, "parts": [-1]}),
         (GET, {"ns": "target", "keys": KEY, "parts": [0, 0]}),
         (GET, {"ns": "target", "keys": KEY, "timeout": -1.0}),
         (GET, {"ns": "target", "keys": KEY, "timeout": float("nan")}),
@@ -158,6 +156,13 @@ def test_a_request_that_is_none_is_refused_and_the_next_one_answered(talk: Talk,
     assert answer[:3] == (opcode, 3, 9)
     assert answer[3]["code"] == "invalid"
     assert answer[3]["status"] == 400
+    assert talk.ask(MATCH, {"ns": "target", "keys": KEY}) == {"tiers": []}
+
+
+@pytest.mark.parametrize("part", [1, -1])
+def test_a_part_that_there_is_not_is_an_unknown_block(talk: Talk, part: int) -> None:
+    talk.send(GET, {"ns": "target", "keys": KEY, "parts": [part]})
+    assert talk.refused() == "unknown_block"
     assert talk.ask(MATCH, {"ns": "target", "keys": KEY}) == {"tiers": []}
 
 
@@ -180,9 +185,9 @@ def test_a_body_where_none_belongs_is_refused(talk: Talk) -> None:
         (put(sizes=[]), GOOD, "invalid"),
         (put(sizes=[BLOCK, BLOCK]), GOOD * 2, "invalid"),
         (put(sizes=[5 << 20]), bytes(5 << 20), "too_large"),
-        (put(parts=[1]), GOOD, "invalid"),
+        (put(parts=[1]), GOOD, "wrong_layout"),
         (put(parts=[0, 0]), GOOD, "invalid"),
-        (put(depths=[1]), GOOD, "invalid"),
+        (put(depths=[1]), GOOD, "conflict"),
         (put(depths=[1], parents=b"x"), GOOD, "invalid"),
         (put(depths=[1 << 40], parents=KEY), GOOD, "invalid"),
         (put(depths=[-2]), GOOD, "invalid"),
