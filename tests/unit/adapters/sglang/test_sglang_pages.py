@@ -303,19 +303,18 @@ def test_a_dict_would_have_done_the_same(tmp_path_factory, data):
     pages = opened(tmp_path_factory.mktemp("pages"), pool)
     known = [name for chain in range(2) for name in hashes(chain, 4)]
     model: dict[str, bytes] = {}
-    for step in range(data.draw(st.integers(1, 8))):
+    for _ in range(data.draw(st.integers(1, 8))):
         start = data.draw(st.integers(0, len(known) - 1))
         names = known[start : data.draw(st.integers(start + 1, len(known)))]
         places = list(range(len(names)))
         run = next((at for at, name in enumerate(names) if name not in model), len(names))
         match data.draw(st.sampled_from(["save", "load", "present", "clear", "sink"])):
             case "save":
+                # A hash names its bytes: what a slow disk did not own up to in time is stored once more.
                 for at in places:
-                    pool.fill(at, (step, at))
+                    pool.fill(at, (start + at, 0))
                 assert pages.save(names, slots(places)) == [True] * len(names)
-                # What is there stays: a hash names its bytes, and a second put of it joins the first.
-                for at in places:
-                    model.setdefault(names[at], pool.bits(at))
+                model |= {names[at]: pool.bits(at) for at in places}
             case "load":
                 pool.buffer.zero_()
                 assert pages.load(names, slots(places)) == [at < run for at in places]
