@@ -4,6 +4,7 @@ message   uint32le count, then per region uint64le id, uint64le bytes, uint8 wri
           beside it (SCM_RIGHTS) in the same order
 """
 
+import ctypes
 import mmap
 import os
 import socket
@@ -16,7 +17,7 @@ from kvtier.errors import TierUnavailable
 from kvtier.layout import Span
 from kvtier.tiers import RegionShare
 
-__all__ = ["HUGE", "AttachedRegion", "aligned_mapping", "recv_regions", "send_regions"]
+__all__ = ["HUGE", "AttachedRegion", "SharedMapping", "recv_regions", "send_regions"]
 
 HUGE = 2 << 20
 """Bytes of a huge page."""
@@ -24,21 +25,47 @@ HUGE = 2 << 20
 _COUNT = struct.Struct("<I")
 _ENTRY = struct.Struct("<QQ?")
 _MOST = 250  # the kernel passes at most 253 descriptors at once
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # linux/mman.h; mmap has no names for them
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
+_libc.mmap.restype = ctypes.c_void_p
 
 
-def aligned_mapping(fd: int, nbytes: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
-    """Map a file shared, from a 2 MiB boundary on if the kernel lets itself be led there: whole huge pages are then
-    mapped by one fault, not 64 KiB by each.
+class SharedMapping:
+    """A file mapped shared, from a 2 MiB boundary on: whole huge pages are then mapped by one fault, not 64 KiB by
+    each.
 
-    The kernel puts a mapping right below the one before: a spacer of the right size moves it.
+    Where the kernel puts a mapping is its own affair, so more is reserved than is needed, and the file mapped over it
+    where it is to be. Views of `array` keep both alive.
+
+    Args:
+        fd: the file; the caller may close it afterwards.
+        nbytes: bytes from its start on.
+        writable: whether `array` is.
+
+    Raises:
+        OSError: the kernel refuses.
     """
-    mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, prot)
-    misfit = np.frombuffer(mapping, np.uint8).ctypes.data % HUGE
-    if not misfit or nbytes < HUGE:
-        return mapping
-    mapping.close()
-    with mmap.mmap(-1, misfit):
-        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, prot)
+
+    def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
+        prot = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._reserved = mmap.mmap(-1, nbytes + HUGE, flags, prot)
+        start = np.frombuffer(self._reserved, np.uint8).ctypes.data
+        self._offset = -start % HUGE
+        if _libc.mmap(start + self._offset, nbytes, prot, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.array = np.frombuffer(self._reserved, np.uint8, nbytes, self._offset)
+
+    def madvise(self, option: int, offset: int, nbytes: int) -> None:
+        """`mmap.madvise` of a range of the file.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        self._reserved.madvise(option, self._offset + offset, nbytes)
 
 
 class AttachedRegion:
@@ -54,17 +81,15 @@ class AttachedRegion:
     """
 
     def __init__(self, fd: int, nbytes: int, writable: bool) -> None:  # noqa: FBT001
-        prot = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
         try:
             actual = os.fstat(fd).st_size
             if not 0 < nbytes <= actual:
                 raise TierUnavailable(f"region of {nbytes} bytes in a file of {actual}: the sender is confused")
-            mapping = aligned_mapping(fd, nbytes, prot)
+            self._array = SharedMapping(fd, nbytes, writable=writable).array
         except OSError as error:
             raise TierUnavailable(f"cannot map a region of {nbytes} bytes (writable={writable}): {error}") from error
         self.nbytes = nbytes
         self.writable = writable
-        self._array = np.frombuffer(mapping, np.uint8)
 
     def view(self, span: Span) -> memoryview:
         """The span's bytes: writable only in a writable region.

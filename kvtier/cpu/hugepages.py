@@ -13,7 +13,7 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.attach import HUGE
+from kvtier.attach import HUGE, SharedMapping
 
 __all__ = ["PageCollapser", "advise"]
 
@@ -22,12 +22,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def advise(mapping: mmap.mmap, switch: str) -> bool:
+def advise(mapping: SharedMapping, switch: str) -> bool:
     """Ask for huge pages at first touch; `switch`: what the kernel's `shmem_enabled` says. False: they are off."""
     if not switch or any(off in switch for off in ("[never]", "[deny]")):
         return False
     try:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping.madvise(mmap.MADV_HUGEPAGE, 0, len(mapping.array))
     except OSError:
         return False
     return True

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.attach import aligned_mapping
+from kvtier.attach import SharedMapping
 from kvtier.cpu.hugepages import PageCollapser, advise
 from kvtier.errors import CapacityError, TierUnavailable
 from kvtier.layout import Span
@@ -62,17 +62,17 @@ class MemoryRegion:
             self._map = self._build(name)
         except OSError as error:
             raise TierUnavailable(f"{name}: cannot map {nbytes} bytes of shared memory: {error}") from error
-        self.array = np.frombuffer(self._map, np.uint8)
+        self.array = self._map.array
         self._memory = self.array.data
         self.hugepages = advise(self._map, _SHMEM_SWITCH.read_text() if _SHMEM_SWITCH.is_file() else "")
         self._collapser = PageCollapser(self.array)
         self._sealed = False
         self._closed = False
 
-    def _build(self, name: str) -> mmap.mmap:
+    def _build(self, name: str) -> SharedMapping:
         try:
             os.ftruncate(self._fd, self.nbytes)
-            mapping = aligned_mapping(self._fd, self.nbytes)
+            mapping = SharedMapping(self._fd, self.nbytes, writable=True)
             # A peer that could shrink the file would make every reader die of SIGBUS.
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         except OSError:

@@ -107,11 +107,19 @@ def test_a_peer_that_talks_nonsense_is_refused(message: bytes) -> None:
             recv_regions(ours)
 
 
-def test_a_large_region_is_mapped_from_the_boundary_of_a_huge_page() -> None:
-    staging = StagingRegion(HUGE + 4096, 1)
-    share = staging.regions()[0]
-    attached = AttachedRegion(share.fd, share.nbytes, writable=True)
-    assert np.frombuffer(attached.view(Span(0, 0, HUGE)), np.uint8).ctypes.data % HUGE == 0
+def test_a_region_is_mapped_from_the_boundary_of_a_huge_page_wherever_there_is_room() -> None:
+    holes = [mmap.mmap(-1, count * mmap.PAGESIZE) for count in (*range(1, 600, 7), 600)]
+    del holes[::2]  # the kernel fills holes first: a mapping comes to lie where nobody could foretell
+    for nbytes in (4096, HUGE - 4096, HUGE, HUGE + 4096):
+        staging = StagingRegion(nbytes, 1)
+        share = staging.regions()[0]
+        attached = AttachedRegion(share.fd, share.nbytes, writable=True)
+        (span,) = staging.allocate(1)
+        for view in (attached.view(span), staging.view(span)):
+            assert np.frombuffer(view, np.uint8).ctypes.data % HUGE == 0
+        attached.view(span)[:] = b"\x05" * nbytes
+        staging.close()
+        assert bytes(attached.view(span)) == b"\x05" * nbytes
 
 
 def test_staging_slots_are_given_once_and_freed_once() -> None:
