@@ -92,8 +92,9 @@ class _Load:
         for row in self._buffers:
             for at, buffer in enumerate(row):
                 np.frombuffer(buffer, np.uint8)[:] = at + 1
+        everything = [*self.chains, chain_refs(_BATCH, seed=len(self.chains))]
         while self.tier.check()["unprepared_pages"]:
-            self._put(self.chains)  # asks for more pages to be prepared
+            self._put(everything)  # asks for more pages to be prepared
             self.tier.clear()
             time.sleep(0.1)
 
