@@ -128,7 +128,7 @@ def test_beams_are_transformers_beams(default_model: Path, loaded: LoadedModel, 
 
 def test_prefix_hits_at_every_length_around_a_block(loaded: LoadedModel, prompts: list[list[int]]) -> None:
     text = [token for prompt in prompts for token in prompt][:64]
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
     for length in (1, 15, 16, 17, 31, 32, 33, 47, 48, 49):
         engine = Engine(loaded, EngineOptions(num_blocks=32))
         cold = run(engine, [text[:length]], params)
