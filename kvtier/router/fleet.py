@@ -1,5 +1,6 @@
 """The engines: what each of them has, has to do, and how it is."""
 
+import asyncio
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from kvtier.router.prompts import Prompt
 __all__ = ["Address", "Attempt", "Engine", "Fleet", "addresses"]
 
 
+# Looks in a row that came to nothing, until nobody waits any more for what an engine was asked.
+_LOST_AFTER = 3
 _URL = re.compile(r"https?://[A-Za-z0-9.\-_\[\]:]+(/[A-Za-z0-9.\-_/]*)?")
 
 
@@ -62,6 +65,7 @@ class Engine:
         index: what it has, by its events.
         up: it answers. draining: it takes nothing more. adapters: model -> LoRA adapter that it stands for (empty:
             none); None before it told its models.
+        lost: set while it has not answered for so long that what it was asked is asked elsewhere.
         active: requests under way. computing: tokens of prompts without an answer so far.
     """
 
@@ -70,6 +74,8 @@ class Engine:
         self.name = address.url.partition("://")[2]
         self.index = PrefixIndex(settings.index_blocks)
         self.up = self.draining = False
+        self.lost = asyncio.Event()
+        self._unseen = 0
         self.adapters: Mapping[str, str] | None = None
         self.active = self.computing = 0
         self._block_size = settings.block_size
@@ -111,6 +117,17 @@ class Engine:
         self.up = False
         self._expected.forget()
         self._expected_texts.forget()
+
+    def missed(self) -> None:
+        """A look at it came to nothing."""
+        self._unseen += 1
+        if self._unseen >= _LOST_AFTER:
+            self.lost.set()
+
+    def seen(self) -> None:
+        """It answered."""
+        self._unseen = 0
+        self.lost.clear()
 
     def keys(self, prompt: Prompt) -> list[bytes]:
         """Of the prompt's blocks, as this engine has them."""

@@ -1,7 +1,7 @@
 """One request: choose an engine, send the request, pass on what comes as it comes.
 
-Until the answer begins another engine is tried where one cannot be reached or takes nothing more; after that nothing is
-repeated: what was passed on cannot be taken back.
+Until the answer begins another engine is tried where one cannot be reached, stops answering or takes nothing more;
+after that nothing is repeated: what was passed on cannot be taken back.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from kvtier.config import RouterSettings
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.http.access import note
-from kvtier.http.connection import while_connected
+from kvtier.http.connection import Gone, unless, while_connected
 from kvtier.router.fleet import Attempt, Engine, Fleet
 from kvtier.router.prompts import Prompt
 from kvtier.router.telemetry import Telemetry
@@ -107,7 +107,9 @@ class Proxy:
             health, ready, models = await asyncio.gather(*(self._probe(engine, path) for path in _PROBES))
         except httpx.HTTPError as error:
             self._down(engine, error)
+            engine.missed()
             return
+        engine.seen()
         if health.status_code != 200:
             self._down(engine, f"GET /health: {health.status_code}")
             return
@@ -195,11 +197,11 @@ class Proxy:
             content=content,
         )
         try:
-            answer = await self.client.send(outgoing, stream=True)
+            answer = await unless(engine.lost.wait(), self.client.send(outgoing, stream=True))
             if answer.status_code not in _BUSY:
                 return answer
             busy = await _whole(answer)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, Gone) as error:
             self._telemetry.retried(attempt, "unreachable")
             _log.warning("engine does not answer", extra={"engine": engine.name, "why": repr(error)})
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):

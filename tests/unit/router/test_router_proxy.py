@@ -1,5 +1,6 @@
 """The router in front of engines that misbehave, each a real server whose answers the test decides."""
 
+import asyncio
 import gzip
 import json
 import threading
@@ -246,6 +247,43 @@ def test_health_and_draining_are_followed(stack: ExitStack, pair: list[ScriptedE
     assert router.complete("a").json()["from"] == "a"
 
 
+def test_what_an_engine_was_asked_that_stops_answering_is_asked_elsewhere(
+    stack: ExitStack, pair: list[ScriptedEngine]
+) -> None:
+    router = routed(stack, pair, health_interval=0.05, connect_timeout=0.2)
+    home, other = home_of(router, pair, PROMPT)
+    stopped = threading.Event()
+
+    async def hang(request: Request) -> Response:
+        while stopped.is_set():
+            await asyncio.sleep(0.02)
+        return Response()
+
+    async def stop(request: Request) -> Response:
+        home.requests.append(request)
+        stopped.set()
+        return await hang(request)
+
+    routes = home.server.config.app.router.routes
+    kept = list(routes)
+    stack.callback(stopped.clear)
+    routes[:] = [
+        Route("/health", hang),
+        Route("/readyz", hang),
+        *kept[2:4],
+        Route("/{path:path}", stop, methods=["POST"]),
+    ]
+    try:
+        assert router.complete(PROMPT).json()["from"] == other.name
+        assert (len(home.requests), router.value("retries_total", engine=home.label, why="unreachable")) == (2, 1)
+        stopped.clear()
+        until(lambda: all(engine.up for engine in router.fleet.engines))
+    finally:
+        routes[:] = kept
+    assert router.complete(PROMPT).json()["from"] == other.name, "which has the prefix now"
+    router.at_rest()
+
+
 def test_a_model_goes_to_who_has_it(stack: ExitStack, pair: list[ScriptedEngine]) -> None:
     router = routed(stack, pair)
     for engine in pair * 3:
@@ -301,8 +339,6 @@ def test_a_tokenizer_that_hangs_or_lies_costs_no_request(stack: ExitStack, pair:
     router = routed(stack, pair, tokenize_timeout=0.1)
 
     async def hang(request: Request) -> Response:
-        import asyncio
-
         await asyncio.sleep(30)
         return JSONResponse({})
 
