@@ -33,7 +33,7 @@ _STATE = struct.Struct("<5Q")
 _METER = struct.Struct("<3d")
 _PAGE = struct.Struct(">I")
 _ID = struct.Struct("<I")
-_FLAGS_AT = 9
+_FLAGS_AT, _ROW_AT = 9, 18
 _EXACT, _HAS_PARENT, _SPLIT = 1, 2, 4
 _NO_PARENT = bytes(STORE_KEY_BYTES)
 _MAX_FORMAT = 255
@@ -280,6 +280,11 @@ class Ledger:
         data = self.txn.get(key, None, self._blk)
         return None if data is None else Record.unpack(data)
 
+    def find(self, keys: Sequence[bytes]) -> list[Record | None]:
+        """The record of each key."""
+        get, blk, unpack = self.txn.get, self._blk, Record.unpack
+        return [None if (data := get(key, None, blk)) is None else unpack(data) for key in keys]
+
     def present(self, keys: Sequence[bytes], *, exact: bool = False) -> list[bool]:
         """Which keys have a record, an exact one if asked."""
         get, blk = self.txn.get, self._blk
@@ -292,11 +297,11 @@ class Ledger:
         cursor = self._by_row
         if cursor is None:
             cursor = self._by_row = self.txn.cursor(self._blk)
-        there = cursor.set_range(head.ljust(STORE_KEY_BYTES, b"\0"))
+        there = cursor.set_range(head)
         while there and (key := cast(bytes, cursor.key())).startswith(head):
-            record = Record.unpack(cursor.value())
-            if record.row == row:
-                return key, record
+            data = cursor.value()
+            if _ID.unpack_from(data, _ROW_AT)[0] == row:
+                return key, Record.unpack(data)
             there = cursor.next()
         return None
 

@@ -208,9 +208,12 @@ class Recency:
             self._probe(current)
         keys = current["key"]
         while self._stale and len(taken) < count:
-            row, _ = self._stale.popitem()
-            if ledger.at_row(keys[row].tobytes(), row) is None:
-                taken[row] = None
+            # Others may add to them meanwhile, only this thread takes some away.
+            some = [self._stale.popitem()[0] for _ in range(min(count - len(taken), len(self._stale)))]
+            heads = keys[some].tobytes()
+            for at, row in enumerate(some):
+                if ledger.at_row(heads[at * HEAD_BYTES : (at + 1) * HEAD_BYTES], row) is None:
+                    taken[row] = None
         used = len(current)
         missing = count - len(taken)
         self._grow(used + missing)
