@@ -292,11 +292,14 @@ class Ledger:
             return [(data := get(key, None, blk)) is not None and data[_FLAGS_AT] & _EXACT != 0 for key in keys]
         return [get(key, None, blk) is not None for key in keys]
 
+    def _cursor(self) -> Any:
+        if self._by_row is None:
+            self._by_row = self.txn.cursor(self._blk)
+        return self._by_row
+
     def at_row(self, head: bytes, row: int) -> tuple[bytes, Record] | None:
         """The record that recency row `row` belongs to, found by the head of its key."""
-        cursor = self._by_row
-        if cursor is None:
-            cursor = self._by_row = self.txn.cursor(self._blk)
+        cursor = self._cursor()
         there = cursor.set_range(head)
         while there and (key := cast(bytes, cursor.key())).startswith(head):
             data = cursor.value()
@@ -304,6 +307,19 @@ class Ledger:
                 return key, Record.unpack(data)
             there = cursor.next()
         return None
+
+    def vacant(self, rows: Sequence[int], heads: bytes) -> list[int]:
+        """Which of these recency rows no record has; `heads`: the heads of the keys that they name, as long each."""
+        size = len(heads) // len(rows)
+        named = [heads[at : at + size] for at in range(0, len(heads), size)]
+        # Most of them are: one look tells, where nothing else begins like that.
+        cursor = self._cursor()
+        look, there = cursor.set_range, cursor.key
+        return [
+            row
+            for row, head in zip(rows, named, strict=True)
+            if not (look(head) and there().startswith(head) and self.at_row(head, row))
+        ]
 
     def records(self, start: bytes = bytes(STORE_KEY_BYTES)) -> Iterator[tuple[bytes, Record]]:
         """All records from the key `start` on, in key order."""
@@ -362,7 +378,7 @@ class Ledger:
     def hold(self, extents: Iterable[Extent], writer: bytes, *, preparing: bool = False) -> None:
         """Enter pages that are nobody's as a writer's."""
         for extent in merged(extents):
-            self._put_hold(Hold(extent, writer, preparing))
+            self._put_hold(extent.page, extent.pages, writer, preparing=preparing)
             self._count_hold(preparing, extent.pages)
 
     def unhold(self, extent: Extent, writer: bytes) -> bool:
@@ -370,25 +386,24 @@ class Ledger:
 
         They may be parts of holds, and of several.
         """
-        parts: list[tuple[Hold, Extent]] = []
-        page = extent.page
+        parts: list[tuple[Hold, int, int]] = []
+        page, last = extent.page, extent.end
         with self.txn.cursor(self._resv) as cursor:
-            while page < extent.end:
+            while page < last:
                 hold = _hold_over(cursor, page)
                 if hold is None or hold.writer != writer:
                     return False
-                part = Extent(page, min(extent.end, hold.extent.end) - page)
-                parts.append((hold, part))
-                page = part.end
-        for hold, part in parts:
-            start, end = hold.extent.page, hold.extent.end
-            if part.page == start:
-                self.txn.delete(_PAGE.pack(start), db=self._resv)
+                end = min(last, hold.extent.end)
+                parts.append((hold, page, end))
+                page = end
+        for (held, _, preparing), page, end in parts:
+            if page == held.page:
+                self.txn.delete(_PAGE.pack(page), db=self._resv)
             else:
-                self._put_hold(hold._replace(extent=Extent(start, part.page - start)))
-            if part.end < end:
-                self._put_hold(hold._replace(extent=Extent(part.end, end - part.end)))
-            self._count_hold(hold.preparing, -part.pages)
+                self._put_hold(held.page, page - held.page, writer, preparing=preparing)
+            if end < held.end:
+                self._put_hold(end, held.end - end, writer, preparing=preparing)
+            self._count_hold(preparing, page - end)
         return True
 
     def free_held(self, extents: Iterable[Extent], writer: bytes) -> None:
@@ -410,9 +425,8 @@ class Ledger:
         """Who holds pages."""
         return {hold.writer for hold in self.holds()}
 
-    def _put_hold(self, hold: Hold) -> None:
-        data = _HOLD.pack(hold.writer, hold.preparing, hold.extent.pages)
-        self.txn.put(_PAGE.pack(hold.extent.page), data, db=self._resv)
+    def _put_hold(self, page: int, pages: int, writer: bytes, *, preparing: bool) -> None:
+        self.txn.put(_PAGE.pack(page), _HOLD.pack(writer, preparing, pages), db=self._resv)
 
     def _count_hold(self, preparing: bool, pages: int) -> None:  # noqa: FBT001
         if preparing:

@@ -210,10 +210,7 @@ class Recency:
         while self._stale and len(taken) < count:
             # Others may add to them meanwhile, only this thread takes some away.
             some = [self._stale.popitem()[0] for _ in range(min(count - len(taken), len(self._stale)))]
-            heads = keys[some].tobytes()
-            for at, row in enumerate(some):
-                if ledger.at_row(heads[at * HEAD_BYTES : (at + 1) * HEAD_BYTES], row) is None:
-                    taken[row] = None
+            taken.update(dict.fromkeys(ledger.vacant(some, keys[some].tobytes())))
         used = len(current)
         missing = count - len(taken)
         self._grow(used + missing)
@@ -278,7 +275,8 @@ class Recency:
         held = self._held()
         if held is not None:
             held[np.asarray(rows, np.int64)] = 0  # what the rows were before had this
-        self._prefer(current, list(zip(rows, hints, strict=True)))
+        if any(hints):
+            self._prefer(current, list(zip(rows, hints, strict=True)))
 
     def hint(self, rows: Sequence[int], hints: Sequence[Hint]) -> None:
         """Take new hints for records. What has a live child outside of these rows keeps its age.
