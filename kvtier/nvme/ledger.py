@@ -292,14 +292,11 @@ class Ledger:
             return [(data := get(key, None, blk)) is not None and data[_FLAGS_AT] & _EXACT != 0 for key in keys]
         return [get(key, None, blk) is not None for key in keys]
 
-    def _cursor(self) -> Any:
-        if self._by_row is None:
-            self._by_row = self.txn.cursor(self._blk)
-        return self._by_row
-
     def at_row(self, head: bytes, row: int) -> tuple[bytes, Record] | None:
         """The record that recency row `row` belongs to, found by the head of its key."""
-        cursor = self._cursor()
+        cursor = self._by_row
+        if cursor is None:
+            cursor = self._by_row = self.txn.cursor(self._blk)
         there = cursor.set_range(head)
         while there and (key := cast(bytes, cursor.key())).startswith(head):
             data = cursor.value()
@@ -307,19 +304,6 @@ class Ledger:
                 return key, Record.unpack(data)
             there = cursor.next()
         return None
-
-    def vacant(self, rows: Sequence[int], heads: bytes) -> list[int]:
-        """Which of these recency rows no record has; `heads`: the heads of the keys that they name, as long each."""
-        size = len(heads) // len(rows)
-        named = [heads[at : at + size] for at in range(0, len(heads), size)]
-        # Most of them are: one look tells, where nothing else begins like that.
-        cursor = self._cursor()
-        look, there = cursor.set_range, cursor.key
-        return [
-            row
-            for row, head in zip(rows, named, strict=True)
-            if not (look(head) and there().startswith(head) and self.at_row(head, row))
-        ]
 
     def records(self, start: bytes = bytes(STORE_KEY_BYTES)) -> Iterator[tuple[bytes, Record]]:
         """All records from the key `start` on, in key order."""
