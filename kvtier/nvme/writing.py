@@ -4,6 +4,7 @@ import errno
 import time
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import cast
 
 from kvtier.errors import FormatMismatch, LeaseError, TierFull
@@ -254,15 +255,7 @@ class Writer:
             raise _Disowned(
                 f"pages {lost[0].page}..{lost[0].end - 1} were reclaimed from this writer as from a dead one"
             )
-        stored: list[NvmeHandle] = []
-        found = ledger.find([handle.ref.key for handle in reserved])
-        for handle, old in zip(reserved, found, strict=True):
-            if old is None or record_rank(old.exact, ledger.fmt(old)) < handle.rank:
-                if old is not None:
-                    change.drop(handle.ref.key, old, spare_leased=False)
-                stored.append(handle)
-            else:
-                change.freed += handle.extents
+        stored = self._settle(change, reserved)
         rows = self._recency.take(ledger, len(stored))
         fmts = {fmt: ledger.format(fmt) for fmt in {handle.fmt for handle in stored}}
         spaces = {ns: ledger.namespace(ns) for ns in {handle.ref.ns for handle in stored}}
@@ -276,6 +269,25 @@ class Writer:
         self._space.stock_up(change, sum(pages_for(handle.nbytes) for handle in reserved))
         self._charge(ledger, sum(handle.nbytes for handle in reserved))
         return stored
+
+    @staticmethod
+    def _settle(change: Change, reserved: Sequence[NvmeHandle]) -> list[NvmeHandle]:
+        """Those that become records: better than what is there, and the best of those with their key."""
+        ledger = change.ledger
+        stored: dict[bytes, NvmeHandle] = {}
+        found = ledger.find([handle.ref.key for handle in reserved])
+        for handle, old in zip(reserved, found, strict=True):
+            key = handle.ref.key
+            if key in stored:
+                worse, stored[key] = sorted((stored[key], handle), key=attrgetter("rank"))
+                change.freed += worse.extents
+            elif old is None or record_rank(old.exact, ledger.fmt(old)) < handle.rank:
+                if old is not None:
+                    change.drop(key, old, spare_leased=False)
+                stored[key] = handle
+            else:
+                change.freed += handle.extents
+        return list(stored.values())
 
     def _charge(self, ledger: Ledger, nbytes: int) -> None:
         """Count bytes written against the directory's budget, if any process ever had one."""
