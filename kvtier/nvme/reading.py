@@ -17,7 +17,18 @@ from kvtier.nvme.holds import NvmeHandle
 from kvtier.nvme.io import BlockIO, Transfer, transfers
 from kvtier.nvme.opening import Opened
 from kvtier.nvme.segments import Late, SegmentLost
-from kvtier.tiers import OWN_WORK, BlockRef, Completions, Handle, Owner, Status, Ticket, checksum_heads, counted, expired
+from kvtier.tiers import (
+    OWN_WORK,
+    BlockRef,
+    Completions,
+    Handle,
+    Owner,
+    Status,
+    Ticket,
+    checksum_heads,
+    counted,
+    expired,
+)
 
 __all__ = ["Reader"]
 

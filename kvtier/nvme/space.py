@@ -317,7 +317,7 @@ class Space:
         return ledger.take(pages, max(pages, self._arena_pages), self._writer)
 
     def stock_up(self, change: Change, pages: int) -> None:
-        """Where the arena has fewer pages than were just used, take some: the next `place` needs no transaction then."""
+        """Take free pages where the arena has fewer than were just used: the next `place` needs no transaction then."""
         if self._arena.idle < pages and change.ledger.state.free:
             change.taken = self._take(change.ledger, pages)
 

@@ -141,9 +141,7 @@ class Writer:
                 results.append(result)
         return results
 
-    def _refused(
-        self, refs: Sequence[BlockRef], results: list[Reservation | None], reason: str
-    ) -> list[Reservation]:
+    def _refused(self, refs: Sequence[BlockRef], results: list[Reservation | None], reason: str) -> list[Reservation]:
         """The results, with what found no room and its descendants refused."""
         if all(type(result) is NvmeHandle for result in results):
             return cast("list[Reservation]", results)
