@@ -43,11 +43,11 @@ _HEADER = np.dtype(
     [
         ("magic", "S8"),
         ("uuid", "S16"),
-        ("clock", "<u8"),
-        ("rows", "<u8"),
-        ("capacity", "<u8"),
-        ("hand", "<u8"),
-        ("prior", "<u8"),
+        ("clock", np.uint64),
+        ("rows", np.uint64),
+        ("capacity", np.uint64),
+        ("hand", np.uint64),
+        ("prior", np.uint64),
     ]
 )
 _CLOCK, _ROWS, _CAPACITY, _HAND, _PRIOR = range(3, 8)

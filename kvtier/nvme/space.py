@@ -317,8 +317,11 @@ class Space:
         return ledger.take(pages, max(pages, self._arena_pages), self._writer)
 
     def stock_up(self, change: Change, pages: int) -> None:
-        """Take free pages where the arena has fewer than were just used: the next `place` needs no transaction then."""
-        if self._arena.idle < pages and change.ledger.state.free:
+        """Take free pages where the arena has fewer than were just used, and may have so many.
+
+        The next `place` needs no transaction of its own then.
+        """
+        if self._arena.idle < pages <= self._arena_pages and change.ledger.state.free:
             change.taken = self._take(change.ledger, pages)
 
     def _make_free(self, pages: int) -> bool:
