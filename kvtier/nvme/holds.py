@@ -188,23 +188,28 @@ class Holds:
 
     def promise(self, key: bytes, rank: Rank) -> bool:
         """A record of this rank is about to be written; False if one of no lower rank is already."""
-        ranks = self.pending.setdefault(key, [])
-        if ranks and max(ranks) >= rank:
+        ranks = self.pending.get(key)
+        if ranks is None:
+            self.pending[key] = [rank]
+        elif max(ranks) >= rank:
             return False
-        ranks.append(rank)
+        else:
+            ranks.append(rank)
         return True
 
     def break_promise(self, key: bytes, rank: Rank) -> None:
         """It was written, or will not be."""
         ranks = self.pending[key]
-        ranks.remove(rank)
-        if not ranks:
+        if len(ranks) == 1:
             del self.pending[key]
+        else:
+            ranks.remove(rank)
 
-    def end_reservation(self, handle: NvmeHandle) -> None:
-        """It was committed or aborted."""
-        self.reservations.discard(handle)
-        self.break_promise(handle.ref.key, handle.rank)
+    def end_reservations(self, handles: Iterable[NvmeHandle]) -> None:
+        """They were committed or aborted."""
+        self.reservations.difference_update(handles)
+        for handle in handles:
+            self.break_promise(handle.ref.key, handle.rank)
 
     def of_owner(self, owner: Owner) -> tuple[list[NvmeHandle], list[NvmeHandle]]:
         """Leases and reservations of an owner."""

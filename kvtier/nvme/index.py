@@ -18,7 +18,7 @@ from typing import Any
 
 import lmdb
 
-from kvtier.errors import CorruptObject, TierFull, TierUnavailable
+from kvtier.errors import CorruptObject, TierError, TierFull, TierUnavailable
 from kvtier.nvme.extents import PAGE
 from kvtier.nvme.ledger import DATABASES, Ledger, Names
 
@@ -120,7 +120,7 @@ class Index:
 
         Lock order: the index before the tier's lock, never the other way round.
         """
-        with self._translated():
+        try:
             txn = self._begin(lock)
             try:
                 yield Ledger(txn, self._dbs, self._names)
@@ -129,6 +129,8 @@ class Index:
                 if lock is not None:
                     lock.release()
                 self._leave()
+        except (lmdb.Error, CorruptObject) as error:
+            raise self._translation(error) from error
 
     @contextmanager
     def write(self) -> Iterator[Ledger]:
@@ -139,26 +141,23 @@ class Index:
             DamagedIndex: it cannot be read.
         """
         try:
-            with self._translated(), self._writing() as ledger:
+            txn = self._begin(None, write=True)
+            try:
+                ledger = Ledger(txn, self._dbs, self._names)
                 yield ledger
+                ledger.save()
+            except BaseException:
+                txn.abort()
+                raise
+            else:
+                txn.commit()
+            finally:
+                self._leave()
         except lmdb.MapFullError:
             self._resize(self._env.info()["map_size"] * 5 // 4)
             raise TierFull(f"the index {self._path} was full and has been enlarged; try again") from None
-
-    @contextmanager
-    def _writing(self) -> Iterator[Ledger]:
-        txn = self._begin(None, write=True)
-        try:
-            ledger = Ledger(txn, self._dbs, self._names)
-            yield ledger
-            ledger.save()
-        except BaseException:
-            txn.abort()
-            raise
-        else:
-            txn.commit()
-        finally:
-            self._leave()
+        except (lmdb.Error, CorruptObject) as error:
+            raise self._translation(error) from error
 
     def _begin(self, lock: "threading.Lock | None", *, write: bool = False) -> Any:
         if self.forked:
@@ -183,24 +182,27 @@ class Index:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except lmdb.MapFullError:
-            raise
-        except (*_DAMAGE, CorruptObject) as error:
+        except (lmdb.Error, CorruptObject) as error:
+            raise self._translation(error) from error
+
+    def _translation(self, error: Exception) -> TierError:
+        """What of LMDB means in the words of tiers."""
+        if isinstance(error, (*_DAMAGE, CorruptObject)):
             self.damaged = True
-            raise DamagedIndex(
+            return DamagedIndex(
                 f"the index {self._path} is damaged ({error}): close every process that uses it and reopen, "
                 "which starts it empty"
-            ) from error
-        except lmdb.Error as error:
-            if isinstance(error, lmdb.DiskError) or any(os.strerror(code) in str(error) for code in _FULL_ERRNOS):
-                raise TierFull(f"the index {self._path} cannot be written: {error}") from error
-            raise TierUnavailable(f"the index {self._path} failed: {error}; check the disk and reopen") from error
+            )
+        if isinstance(error, lmdb.DiskError) or any(os.strerror(code) in str(error) for code in _FULL_ERRNOS):
+            return TierFull(f"the index {self._path} cannot be written: {error}")
+        return TierUnavailable(f"the index {self._path} failed: {error}; check the disk and reopen")
 
     # ---- map size: no transaction may be open while it changes
 
     def _enter(self) -> None:
         with self._gate:
-            self._gate.wait_for(lambda: not self._resizing)
+            while self._resizing:
+                self._gate.wait()
             self._active += 1
 
     def _leave(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,11 +48,8 @@ def transfers(
     return list(map(Transfer, extents, sizes, flat, addresses(list(flat))))
 
 
-class _Piece(NamedTuple):
-    page: int
-    pages: int
-    item: int
-    buffer: memoryview
+_Piece: TypeAlias = tuple[int, int, int, memoryview]
+"""First page, pages, whose they are, and the memory for them."""
 
 
 class BlockIO:
@@ -72,7 +69,8 @@ class BlockIO:
 
     def shares(self, items: Sequence[Transfer]) -> list[list[int]]:
         """Indices of the items, in the order of their pages, split among the workers."""
-        order = sorted(range(len(items)), key=lambda at: items[at].extents[0].page)
+        first = [item.extents[0].page for item in items]
+        order = sorted(range(len(items)), key=first.__getitem__)
         total = sum(item.nbytes for item in items)
         count = max(1, min(self._threads, total // _SHARE_BYTES))
         return [order[start:stop] for start, stop in _cuts([items[at].nbytes for at in order], count)]
@@ -95,7 +93,7 @@ class BlockIO:
             For each item its checksum (see `kvtier.native.checksum`), or what was wrong: `SegmentLost`, `Late`, or what
             the device said.
         """
-        direct = [self._direct_bytes(item) for item in items]
+        direct = self._direct_bytes(items)
         found: list[bytes | OSError] = []
         for window in _windows(items, direct):
             found += self._read(items[window], direct[window], heads[window], deadline)
@@ -103,7 +101,7 @@ class BlockIO:
 
     def write(self, items: Sequence[Transfer], deadline: float | None = None) -> list[OSError | None]:
         """Write the items' buffers, zeros behind them up to whole pages; returns what was wrong with each."""
-        direct = [self._direct_bytes(item) for item in items]
+        direct = self._direct_bytes(items)
         errors: list[OSError | None] = []
         for window in _windows(items, direct):
             errors += self._write(items[window], direct[window], deadline)
@@ -135,10 +133,12 @@ class BlockIO:
         """Which items go, from their direct bytes on, through which bounce buffer, and what goes where."""
         pieces: list[_Piece] = []
         indirect: list[int] = []
-        for number, (item, start) in enumerate(zip(items, direct, strict=True)):
-            pages = pages_for(item.nbytes)
-            if start == pages * PAGE and self._in_one_piece(item, pages):
-                pieces.append(_Piece(item.extents[0].page, pages, number, item.data[:start]))
+        files = self._segments.pages_per_file
+        for number, ((extents, nbytes, data, _), start) in enumerate(zip(items, direct, strict=True)):
+            page, pages = extents[0]
+            # One extent of one file, short enough for one call, of which nothing is bounced.
+            if nbytes <= start == pages * PAGE and pages <= _RUN_PAGES and page % files + pages <= files:
+                pieces.append((page, pages, number, data if data.nbytes == start else data[:start]))
             else:
                 indirect.append(number)
         extra = [pages_for(items[number].nbytes) * PAGE - direct[number] for number in indirect]
@@ -151,11 +151,6 @@ class BlockIO:
             pieces += self._pieces(number, items[number], direct[number], bounce)
         return bounced, pieces
 
-    def _in_one_piece(self, item: Transfer, pages: int) -> bool:
-        """Whether an item is one extent of one file, and short enough for one call."""
-        files = self._segments.pages_per_file
-        return len(item.extents) == 1 and item.extents[0].page % files + pages <= files and pages <= _RUN_PAGES
-
     def _pieces(self, number: int, item: Transfer, start: int, bounce: memoryview) -> Iterator[_Piece]:
         """The item's bytes, cut where its extents, a file, one call or its direct part end."""
         at, direct = 0, start // PAGE
@@ -164,15 +159,17 @@ class BlockIO:
                 to_file_end = self._segments.pages_per_file - page % self._segments.pages_per_file
                 count = min(left, to_file_end, _RUN_PAGES, direct - at if at < direct else left)
                 source, first = (item.data, at) if at < direct else (bounce, at - direct)
-                yield _Piece(page, count, number, source[first * PAGE : (first + count) * PAGE])
+                yield page, count, number, source[first * PAGE : (first + count) * PAGE]
                 page, left, at = page + count, left - count, at + count  # noqa: PLW2901
 
-    def _direct_bytes(self, item: Transfer) -> int:
-        """How many leading bytes, whole pages, move without a copy."""
-        if self._segments.direct and item.address % PAGE:
-            return 0
-        padded = pages_for(item.nbytes) * PAGE
-        return padded if item.data.nbytes >= padded else item.nbytes // PAGE * PAGE
+    def _direct_bytes(self, items: Sequence[Transfer]) -> list[int]:
+        """How many leading bytes of each, whole pages, move without a copy."""
+        aligned, found = PAGE if self._segments.direct else 1, []
+        for _, nbytes, data, address in items:
+            padded = -(-nbytes // PAGE) * PAGE
+            whole = padded if data.nbytes >= padded else nbytes // PAGE * PAGE
+            found.append(0 if address % aligned else whole)
+        return found
 
     def _bounce(self, nbytes: int) -> memoryview:
         memory: NDArray[np.uint8] | None = getattr(self._local, "bounce", None)
@@ -204,6 +201,9 @@ class BlockIO:
 
 def _windows(items: Sequence[Transfer], direct: Sequence[int]) -> Iterator[slice]:
     """Consecutive items that move together: as many as one bounce buffer is enough for."""
+    if all(item.nbytes <= start for item, start in zip(items, direct, strict=True)):
+        yield slice(0, len(items))
+        return
     start = pages = 0
     for at, item in enumerate(items):
         count = pages_for(item.nbytes) - direct[at] // PAGE

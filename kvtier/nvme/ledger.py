@@ -33,7 +33,7 @@ _STATE = struct.Struct("<5Q")
 _METER = struct.Struct("<3d")
 _PAGE = struct.Struct(">I")
 _ID = struct.Struct("<I")
-_FLAGS_AT = 9
+_FLAGS_AT, _ROW_AT = 9, 18
 _EXACT, _HAS_PARENT, _SPLIT = 1, 2, 4
 _NO_PARENT = bytes(STORE_KEY_BYTES)
 _MAX_FORMAT = 255
@@ -280,6 +280,11 @@ class Ledger:
         data = self.txn.get(key, None, self._blk)
         return None if data is None else Record.unpack(data)
 
+    def find(self, keys: Sequence[bytes]) -> list[Record | None]:
+        """The record of each key."""
+        get, blk, unpack = self.txn.get, self._blk, Record.unpack
+        return [None if (data := get(key, None, blk)) is None else unpack(data) for key in keys]
+
     def present(self, keys: Sequence[bytes], *, exact: bool = False) -> list[bool]:
         """Which keys have a record, an exact one if asked."""
         get, blk = self.txn.get, self._blk
@@ -292,11 +297,11 @@ class Ledger:
         cursor = self._by_row
         if cursor is None:
             cursor = self._by_row = self.txn.cursor(self._blk)
-        there = cursor.set_range(head.ljust(STORE_KEY_BYTES, b"\0"))
+        there = cursor.set_range(head)
         while there and (key := cast(bytes, cursor.key())).startswith(head):
-            record = Record.unpack(cursor.value())
-            if record.row == row:
-                return key, record
+            data = cursor.value()
+            if _ID.unpack_from(data, _ROW_AT)[0] == row:
+                return key, Record.unpack(data)
             there = cursor.next()
         return None
 
@@ -357,7 +362,7 @@ class Ledger:
     def hold(self, extents: Iterable[Extent], writer: bytes, *, preparing: bool = False) -> None:
         """Enter pages that are nobody's as a writer's."""
         for extent in merged(extents):
-            self._put_hold(Hold(extent, writer, preparing))
+            self._put_hold(extent.page, extent.pages, writer, preparing=preparing)
             self._count_hold(preparing, extent.pages)
 
     def unhold(self, extent: Extent, writer: bytes) -> bool:
@@ -365,25 +370,24 @@ class Ledger:
 
         They may be parts of holds, and of several.
         """
-        parts: list[tuple[Hold, Extent]] = []
-        page = extent.page
+        parts: list[tuple[Hold, int, int]] = []
+        page, last = extent.page, extent.end
         with self.txn.cursor(self._resv) as cursor:
-            while page < extent.end:
+            while page < last:
                 hold = _hold_over(cursor, page)
                 if hold is None or hold.writer != writer:
                     return False
-                part = Extent(page, min(extent.end, hold.extent.end) - page)
-                parts.append((hold, part))
-                page = part.end
-        for hold, part in parts:
-            start, end = hold.extent.page, hold.extent.end
-            if part.page == start:
-                self.txn.delete(_PAGE.pack(start), db=self._resv)
+                end = min(last, hold.extent.end)
+                parts.append((hold, page, end))
+                page = end
+        for (held, _, preparing), page, end in parts:
+            if page == held.page:
+                self.txn.delete(_PAGE.pack(page), db=self._resv)
             else:
-                self._put_hold(hold._replace(extent=Extent(start, part.page - start)))
-            if part.end < end:
-                self._put_hold(hold._replace(extent=Extent(part.end, end - part.end)))
-            self._count_hold(hold.preparing, -part.pages)
+                self._put_hold(held.page, page - held.page, writer, preparing=preparing)
+            if end < held.end:
+                self._put_hold(end, held.end - end, writer, preparing=preparing)
+            self._count_hold(preparing, page - end)
         return True
 
     def free_held(self, extents: Iterable[Extent], writer: bytes) -> None:
@@ -405,9 +409,8 @@ class Ledger:
         """Who holds pages."""
         return {hold.writer for hold in self.holds()}
 
-    def _put_hold(self, hold: Hold) -> None:
-        data = _HOLD.pack(hold.writer, hold.preparing, hold.extent.pages)
-        self.txn.put(_PAGE.pack(hold.extent.page), data, db=self._resv)
+    def _put_hold(self, page: int, pages: int, writer: bytes, *, preparing: bool) -> None:
+        self.txn.put(_PAGE.pack(page), _HOLD.pack(writer, preparing, pages), db=self._resv)
 
     def _count_hold(self, preparing: bool, pages: int) -> None:  # noqa: FBT001
         if preparing:

@@ -17,7 +17,18 @@ from kvtier.nvme.holds import NvmeHandle
 from kvtier.nvme.io import BlockIO, Transfer, transfers
 from kvtier.nvme.opening import Opened
 from kvtier.nvme.segments import Late, SegmentLost
-from kvtier.tiers import OWN_WORK, Completions, Handle, Owner, Status, Ticket, checksum_heads, counted, expired
+from kvtier.tiers import (
+    OWN_WORK,
+    BlockRef,
+    Completions,
+    Handle,
+    Owner,
+    Status,
+    Ticket,
+    checksum_heads,
+    counted,
+    expired,
+)
 
 __all__ = ["Reader"]
 
@@ -79,6 +90,8 @@ class Reader:
     def _lease(self, keys: Sequence[bytes], owner: Owner, rows: list[int], *, exact: bool) -> list[NvmeHandle]:
         handles: list[NvmeHandle] = []
         found: list[int] = []
+        spaces: dict[int, int] = {}
+        fmts: dict[int, str] = {}
         holds = self._holds
         with self._index.read(self._lock) as ledger:
             holds.require_open()
@@ -86,9 +99,14 @@ class Reader:
                 record = ledger.get(key)
                 if record is None or (exact and not record.exact) or holds.is_doomed(record):
                     break
-                extents, nbytes, _, _, _, _, row, _, checksum = record
-                ref, fmt = ledger.ref(key, record), ledger.fmt(record)
-                handles.append(NvmeHandle(ref, nbytes, fmt, owner, extents, checksum=checksum))
+                extents, nbytes, fmt, whole, depth, ns, row, parent, checksum = record
+                # A batch has few of either.
+                if ns not in spaces:
+                    spaces[ns] = ledger.ref(key, record).ns
+                if fmt not in fmts:
+                    fmts[fmt] = ledger.fmt(record)
+                ref = BlockRef(key, spaces[ns], depth, parent, whole)
+                handles.append(NvmeHandle(ref, nbytes, fmts[fmt], owner, extents, checksum=checksum))
                 found.append(row)
             holds.lease(handles, found)
         rows += found

@@ -62,10 +62,11 @@ class Change:
         doomed, removed: first pages of dropped records, not leased and leased.
         rows: recency rows that are no record's any more.
         stored: what became a record.
+        taken: free pages that become this writer's.
     """
 
     __slots__ = ("_gone", "_holds", "_keys", "_lock", "_recency", "_writer", "doomed", "freed", "ledger", "removed",
-                 "rows", "stored")  # fmt: skip
+                 "rows", "stored", "taken")  # fmt: skip
 
     def __init__(
         self, ledger: Ledger, holds: Holds, lock: threading.Lock, recency: Recency, writer: bytes, *, told: bool
@@ -76,6 +77,7 @@ class Change:
         self.removed: list[int] = []
         self.rows: list[int] = []
         self.stored: list[BlockRef] = []
+        self.taken: list[Extent] = []
         self._keys: list[bytes] = []
         self._gone: list[tuple[int, bytes]] | None = [] if told else None
         self._holds = holds
@@ -203,6 +205,9 @@ class Space:
         else:
             if keep:
                 self._put_in_arena(change.freed)
+            if change.taken:
+                self._put_in_arena(change.taken)
+                self._grower.ask_ahead(state)
             self._recency.retire(change.rows)
             self._report(state)
         finally:
@@ -299,14 +304,25 @@ class Space:
             state = ledger.state
         if not state.free:
             return False
-        self._arena_pages = min(_ARENA_PAGES, state.total // _ARENA_SHARE)
         with self._index.write() as ledger:
-            taken = ledger.take(pages, max(pages, self._arena_pages), self._writer)
+            taken = self._take(ledger, pages)
             state = ledger.state
         self._put_in_arena(taken)
         self._report(state)
         self._grower.ask_ahead(state)
         return bool(taken)
+
+    def _take(self, ledger: Ledger, pages: int) -> list[Extent]:
+        self._arena_pages = min(_ARENA_PAGES, ledger.total // _ARENA_SHARE)
+        return ledger.take(pages, max(pages, self._arena_pages), self._writer)
+
+    def stock_up(self, change: Change, pages: int) -> None:
+        """Take free pages where the arena has fewer than were just used, and may have so many.
+
+        The next `place` needs no transaction of its own then.
+        """
+        if self._arena.idle < pages <= self._arena_pages and change.ledger.state.free:
+            change.taken = self._take(change.ledger, pages)
 
     def _make_free(self, pages: int) -> bool:
         """Bring pages into use that never were; whether there may be free ones now."""

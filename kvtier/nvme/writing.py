@@ -4,6 +4,8 @@ import errno
 import time
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import cast
 
 from kvtier.errors import FormatMismatch, LeaseError, TierFull
 from kvtier.formats import fidelity
@@ -36,6 +38,7 @@ from kvtier.tiers import (
 __all__ = ["Writer"]
 
 _FMT_CHARS = 16  # the width that `block_checksum` gives a format id
+_SIZES = 1 << 32  # which a record's bytes are counted in
 
 
 class _Disowned(TierFull):
@@ -122,9 +125,9 @@ class Writer:
         refused: set[bytes] = set()
         with self._index.read(self._lock) as ledger:
             limit = ledger.total * PAGE
-            for ref, nbytes, rank in zip(refs, sizes, ranks, strict=True):
+            found = ledger.find([ref.key for ref in refs])
+            for ref, nbytes, rank, record in zip(refs, sizes, ranks, found, strict=True):
                 result: Reservation | None = None
-                record = ledger.get(ref.key)
                 if record is not None and record_rank(record.exact, ledger.fmt(record)) >= rank:
                     result = Exists(ready=True)
                 elif ref.parent in refused:
@@ -133,15 +136,15 @@ class Writer:
                     result = Full("oversized")
                 elif not self._holds.promise(ref.key, rank):
                     result = Exists(ready=False)
-                if isinstance(result, Full):
+                if type(result) is Full:
                     refused.add(ref.key)
                 results.append(result)
         return results
 
-    def _refused(
-        self, refs: Sequence[BlockRef], results: Sequence[Reservation | None], reason: str
-    ) -> list[Reservation]:
+    def _refused(self, refs: Sequence[BlockRef], results: list[Reservation | None], reason: str) -> list[Reservation]:
         """The results, with what found no room and its descendants refused."""
+        if all(type(result) is NvmeHandle for result in results):
+            return cast("list[Reservation]", results)
         final: list[Reservation] = []
         refused: set[bytes] = set()
         for ref, result in zip(refs, results, strict=True):
@@ -220,8 +223,7 @@ class Writer:
                 self._group(reserved)
         finally:
             with self._lock:
-                for handle in reserved:
-                    self._holds.end_reservation(handle)
+                self._holds.end_reservations(reserved)
 
     def _commit(self, reserved: Sequence[NvmeHandle]) -> None:
         try:
@@ -251,15 +253,7 @@ class Writer:
             raise _Disowned(
                 f"pages {lost[0].page}..{lost[0].end - 1} were reclaimed from this writer as from a dead one"
             )
-        stored: list[NvmeHandle] = []
-        for handle in reserved:
-            old = ledger.get(handle.ref.key)
-            if old is None or record_rank(old.exact, ledger.fmt(old)) < handle.rank:
-                if old is not None:
-                    change.drop(handle.ref.key, old, spare_leased=False)
-                stored.append(handle)
-            else:
-                change.freed += handle.extents
+        stored = self._settle(change, reserved)
         rows = self._recency.take(ledger, len(stored))
         fmts = {fmt: ledger.format(fmt) for fmt in {handle.fmt for handle in stored}}
         spaces = {ns: ledger.namespace(ns) for ns in {handle.ref.ns for handle in stored}}
@@ -270,8 +264,28 @@ class Writer:
             ledger.insert(key, record)
         change.stored = [handle.ref for handle in stored]
         self._recency.fill(ledger, rows, change.stored, [handle.hint for handle in stored])
+        self._space.stock_up(change, sum(pages_for(handle.nbytes) for handle in reserved))
         self._charge(ledger, sum(handle.nbytes for handle in reserved))
         return stored
+
+    @staticmethod
+    def _settle(change: Change, reserved: Sequence[NvmeHandle]) -> list[NvmeHandle]:
+        """Those that become records: better than what is there, and the best of those with their key."""
+        ledger = change.ledger
+        stored: dict[bytes, NvmeHandle] = {}
+        found = ledger.find([handle.ref.key for handle in reserved])
+        for handle, old in zip(reserved, found, strict=True):
+            key = handle.ref.key
+            if key in stored:
+                worse, stored[key] = sorted((stored[key], handle), key=attrgetter("rank"))
+                change.freed += worse.extents
+            elif old is None or record_rank(old.exact, ledger.fmt(old)) < handle.rank:
+                if old is not None:
+                    change.drop(key, old, spare_leased=False)
+                stored[key] = handle
+            else:
+                change.freed += handle.extents
+        return list(stored.values())
 
     def _charge(self, ledger: Ledger, nbytes: int) -> None:
         """Count bytes written against the directory's budget, if any process ever had one."""
@@ -301,11 +315,11 @@ class Writer:
         with self._lock:
             if self._holds.closed:
                 return
-            for handle in handles:
-                if isinstance(handle, NvmeHandle) and handle in self._holds.reservations:
-                    self._holds.end_reservation(handle)
-                    if not handle.moves:
-                        freed += handle.extents
+            ended = {handle for handle in handles if isinstance(handle, NvmeHandle)} & self._holds.reservations
+            self._holds.end_reservations(ended)
+            for handle in ended:
+                if not handle.moves:
+                    freed += handle.extents
         self._space.free(freed)
 
 
@@ -317,12 +331,12 @@ def _check_records(
         raise FormatMismatch(
             f"{len(refs)} refs, {len(sizes)} sizes, {len(fmts)} formats, {given} hints: expected as many of each"
         )
+    known = {fmt for fmt in set(fmts) if 0 < len(fmt) <= _FMT_CHARS and fmt.isascii()}
+    fits = min(sizes, default=1) >= 1 and max(sizes, default=1) < _SIZES
+    if fits and {len(ref.key) for ref in refs} <= {STORE_KEY_BYTES} and known.issuperset(fmts):
+        return
     for ref, nbytes, fmt in zip(refs, sizes, fmts, strict=True):
-        if (
-            not 1 <= nbytes < 1 << 32
-            or len(ref.key) != STORE_KEY_BYTES
-            or not (0 < len(fmt) <= _FMT_CHARS and fmt.isascii())
-        ):
+        if not 1 <= nbytes < _SIZES or len(ref.key) != STORE_KEY_BYTES or fmt not in known:
             raise FormatMismatch(
                 f"record of {nbytes} bytes, format {fmt!r}, key of {len(ref.key)} bytes: expected 1 byte to 4 GiB, "
                 f"1..{_FMT_CHARS} ASCII characters and {STORE_KEY_BYTES} bytes"

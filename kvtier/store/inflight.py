@@ -37,7 +37,9 @@ class InFlight:
         mine, theirs = [], []
         with self._lock:
             for ref in refs:
-                holder = self._events.get((ref.key, True)) or self._events.get((ref.key, ref.exact))
+                holder = self._events.get((ref.key, True))
+                if holder is None and not ref.exact:
+                    holder = self._events.get((ref.key, False))
                 mine.append(holder is None)
                 if holder is None:
                     self._events[ref.key, ref.exact] = event

@@ -134,7 +134,7 @@ class Putter:
             _OWNER,
             [item.hint for item in items],
         )
-        handles = [slot for slot in slots if isinstance(slot, Handle)]
+        handles = left = [slot for slot in slots if isinstance(slot, Handle)]
         try:
             bad = {item.ref.key for item, slot in zip(items, slots, strict=True) if isinstance(slot, Full)}
             _spread(batch, parts, bad)
@@ -142,9 +142,11 @@ class Putter:
             _spread(batch, parts, bad)
             good = [handle for handle in handles if handle.ref.key not in bad]
             self._host.commit(good)
+            left = [handle for handle in handles if handle.ref.key in bad]
         finally:
-            # What was committed is no reservation any more.
-            self._host.abort(handles)
+            if left:
+                # What was committed is no reservation any more.
+                self._host.abort(left)
         return {handle.ref.key for handle in good}, bad
 
     def _fill(self, items: Sequence[Item], slots: Sequence[Reservation], skip: set[bytes]) -> set[bytes]:
@@ -167,8 +169,9 @@ class Putter:
         statuses = self._host.write(plain).wait().statuses if plain else ()
         if moved:
             self._host.exchange([(slot, owned.handle) for slot, owned in moved])
-        known = [owned.checksum if owned.head == checksum_head(slot.ref, slot.fmt) else b"" for slot, owned in moved]
-        self._host.seal([*encoded, *(slot for slot, _ in moved)], [*([b""] * len(encoded)), *known])
+        if moved or encoded:
+            sums = [owned.checksum if owned.head == checksum_head(slot.ref, slot.fmt) else b"" for slot, owned in moved]
+            self._host.seal([*encoded, *(slot for slot, _ in moved)], [*([b""] * len(encoded)), *sums])
         return bad | {
             slot.ref.key for (slot, _), status in zip(plain, statuses, strict=True) if status is not Status.OK
         }
@@ -188,6 +191,8 @@ class Putter:
 
 def _outcomes(items: Sequence[Item], parts: int, stored: set[bytes], bad: set[bytes]) -> list[PutOutcome]:
     """What became of each block; one key twice in a batch is stored once."""
+    if len(stored) == len(items) and not bad:
+        return ["stored"] * (len(items) // parts)
     outcomes: list[PutOutcome] = []
     left = set(stored)
     for at in range(0, len(items), parts):
@@ -199,11 +204,15 @@ def _outcomes(items: Sequence[Item], parts: int, stored: set[bytes], bad: set[by
 
 def _check_ref(ref: BlockRef) -> None:
     # One bad name would cost all that are written to a disk together with it.
-    named = [ref.key] if ref.parent is None else [ref.key, ref.parent]
-    if not all(isinstance(key, bytes) and len(key) == STORE_KEY_BYTES for key in named):
-        raise FormatMismatch(f"key {ref.key!r}, parent {ref.parent!r}: expected {STORE_KEY_BYTES} bytes each")
-    if not -1 <= ref.depth <= _DEEPEST:
-        raise FormatMismatch(f"block {ref.key.hex()} at depth {ref.depth}: expected -1 (unknown) to {_DEEPEST}")
+    key, _, depth, parent, _ = ref
+    if not _is_key(key) or not (parent is None or _is_key(parent)):
+        raise FormatMismatch(f"key {key!r}, parent {parent!r}: expected {STORE_KEY_BYTES} bytes each")
+    if not -1 <= depth <= _DEEPEST:
+        raise FormatMismatch(f"block {key.hex()} at depth {depth}: expected -1 (unknown) to {_DEEPEST}")
+
+
+def _is_key(key: object) -> bool:
+    return isinstance(key, bytes) and len(key) == STORE_KEY_BYTES
 
 
 def _check_namespace(ns: int) -> None:

@@ -331,9 +331,10 @@ def test_a_batch_costs_one_transaction(tmp_path: Path, monkeypatch: pytest.Monke
         return write(index)
 
     monkeypatch.setattr(Index, "write", counted)
-    for seed in range(1, 11):
+    arenas = 3 * tier._space._arena_pages // 4  # it is stocked up on the way, too
+    for seed in range(1, arenas + 1):
         put(tier, chain_refs(4, seed=seed), 4096)
-    assert len(written) == 10
+    assert len(written) == arenas
     tier.close()
 
 
@@ -380,6 +381,19 @@ def test_exactness_and_fidelity_decide_what_replaces_what(tier: NvmeTier) -> Non
         assert (leased[0].fmt, leased[0].ref.exact) == (fmt, refs is exact)
         tier.release(leased)
     assert tier.stats()["bytes"] == _SIZE
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_better_of_two_that_are_committed_together_stays(tier: NvmeTier, first: int) -> None:
+    refs = [*chain_refs(1, exact=False), *chain_refs(1)]
+    handles = [handle for ref in refs for handle in _reserve(tier, [ref])]
+    _write(tier, handles)
+    tier.commit([handles[first], handles[1 - first]])
+    leased = tier.acquire([refs[0].key], "r", exact=True).wait(30).handles
+    assert [handle.page for handle in leased] == [handles[1].page]
+    tier.release(leased)
+    assert load(tier, [refs[0].key]) == [(Status.OK, content(refs[1], _SIZE))]
+    assert (tier.stats()["blocks"], tier.stats()["bytes"]) == (1, _SIZE)
 
 
 def test_an_owner_that_is_gone_holds_nothing(tier: NvmeTier) -> None:
