@@ -55,8 +55,8 @@ class Opcode(enum.IntEnum):
     STAGE = 20
 
 
-class Flag(enum.IntFlag):
-    """ANSWER: from the service. ERROR: the head is an `Error`. MORE: another answer to the same request follows.
+class Flag(enum.IntEnum):
+    """Bits, which combine to a plain int. ANSWER: from the service. ERROR: the head is an `Error`. MORE: another answer to the same request follows.
     QUIET: of a request: no answer is wanted, not even an error.
     """
 
@@ -67,7 +67,7 @@ class Flag(enum.IntFlag):
     QUIET = 8
 
 
-_FLAGS = int(Flag.ANSWER | Flag.ERROR | Flag.MORE | Flag.QUIET)
+_FLAGS = Flag.ANSWER | Flag.ERROR | Flag.MORE | Flag.QUIET
 
 
 class Header(NamedTuple):

@@ -1,7 +1,7 @@
 """Columns of a head: keys and token ids packed, names as runs."""
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import chain, groupby, repeat
 from typing import TypeAlias
 
 import numpy as np
@@ -36,11 +36,12 @@ def pack_keys(keys: Sequence[bytes]) -> bytes:
     Raises:
         WireError: a key is shorter, or too long to be one.
     """
-    packed = b"".join([key[:STORE_KEY_BYTES] for key in keys])
-    if len(packed) != STORE_KEY_BYTES * len(keys) or max(map(len, keys), default=0) > LONGEST_KEY:
-        widths = sorted({len(key) for key in keys})
-        raise WireError(f"keys of {widths} bytes: expected {STORE_KEY_BYTES} to {LONGEST_KEY}")
-    return packed
+    widths = set(map(len, keys))
+    if widths == {STORE_KEY_BYTES}:  # nearly always, and three times faster
+        return b"".join(keys)
+    if widths and not STORE_KEY_BYTES <= min(widths) <= max(widths) <= LONGEST_KEY:
+        raise WireError(f"keys of {sorted(widths)} bytes: expected {STORE_KEY_BYTES} to {LONGEST_KEY}")
+    return b"".join([key[:STORE_KEY_BYTES] for key in keys])
 
 
 def unpack_keys(packed: bytes, width: int) -> list[bytes]:
@@ -66,7 +67,7 @@ def pack_runs(names: Sequence[str]) -> Runs:
 
 def unpack_runs(runs: Iterable[tuple[str, int]]) -> tuple[str, ...]:
     """What `pack_runs` packed."""
-    return tuple(name for name, count in runs for _ in range(count))
+    return tuple(chain.from_iterable(repeat(name, count) for name, count in runs))
 
 
 def pack_tokens(tokens: Sequence[int] | NDArray[np.integer]) -> bytes:

@@ -146,7 +146,7 @@ def _plain(kind: type[_Q], verb: Callable[[Session, _Q], msgspec.Struct]) -> Han
     def handle(exchange: Exchange, session: Session, head: memoryview) -> None:
         answer = verb(session, wire.decode(kind, head))
         if not exchange.quiet:
-            exchange.answer(wire.encode(answer))
+            exchange.owe(wire.encode(answer))
 
     return handle
 
