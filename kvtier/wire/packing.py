@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby, repeat
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from kvtier.wire.frames import WireError
 
 __all__ = [
     "LONGEST_KEY",
+    "PackedKeys",
     "Runs",
     "pack_keys",
     "pack_runs",
@@ -50,11 +51,41 @@ def unpack_keys(packed: bytes, width: int) -> list[bytes]:
     Raises:
         WireError: no keys have this width, or these bytes are not whole keys.
     """
+    _check_packed(packed, width)
+    keys: list[bytes] = np.frombuffer(packed, f"V{width}").tolist() if packed else []
+    return keys
+
+
+class PackedKeys(Sequence[bytes]):
+    """What `unpack_keys` makes, each key made when it is looked at: a look-up that gallops looks at few."""
+
+    __slots__ = ("_packed", "width")
+
+    def __init__(self, packed: bytes, width: int) -> None:
+        _check_packed(packed, width)
+        self._packed = packed
+        self.width = width
+
+    def __len__(self) -> int:
+        return len(self._packed) // self.width
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[bytes]: ...
+
+    def __getitem__(self, at: int | slice) -> bytes | list[bytes]:
+        if isinstance(at, slice):
+            return unpack_keys(self._packed, self.width)[at]
+        place = range(len(self))[at] * self.width
+        return self._packed[place : place + self.width]
+
+
+def _check_packed(packed: bytes, width: int) -> None:
     if not STORE_KEY_BYTES <= width <= LONGEST_KEY or len(packed) % width:
         expected = f"expected whole keys of {STORE_KEY_BYTES} to {LONGEST_KEY} bytes"
         raise WireError(f"{len(packed)} bytes of keys, each of {width}: {expected}")
-    keys: list[bytes] = np.frombuffer(packed, f"V{width}").tolist() if packed else []
-    return keys
 
 
 def pack_runs(names: Sequence[str]) -> Runs:
