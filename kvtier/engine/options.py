@@ -1,7 +1,7 @@
 """EngineOptions: sizes and limits of one engine."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from kvtier.engine.rules import SchedulingRules
 from kvtier.errors import ConfigError
@@ -9,7 +9,9 @@ from kvtier.errors import ConfigError
 if TYPE_CHECKING:
     from kvtier.config import EngineSettings
 
-__all__ = ["EngineOptions"]
+__all__ = ["EngineOptions", "KvFormat"]
+
+KvFormat: TypeAlias = Literal["raw", "int8", "fp8", "int4r"]
 
 _DEFAULT_MEMORY = 1 << 30
 
@@ -22,6 +24,8 @@ class EngineOptions:
         block_size: tokens per block.
         num_blocks: blocks of the device pool; excludes `memory_bytes`.
         memory_bytes: size of the device pool; 1 GiB where neither is given.
+        kv_format: how the device pool keeps KV. In all but `raw` the same memory holds two to four times the blocks,
+            and outputs are not those of raw KV.
         max_running: requests that hold device blocks at a time.
         token_budget: tokens that a step computes at most.
         max_model_len: tokens of prompt and output together; None is what both the model and the pool take.
@@ -37,6 +41,7 @@ class EngineOptions:
     block_size: int = 16
     num_blocks: int | None = None
     memory_bytes: int | None = None
+    kv_format: KvFormat = "raw"
     max_running: int = 16
     token_budget: int = 512
     max_model_len: int | None = None
@@ -50,6 +55,8 @@ class EngineOptions:
             raise ConfigError(
                 f"num_blocks={self.num_blocks} and memory_bytes={self.memory_bytes} exclude each other; drop one"
             )
+        if self.kv_format not in get_args(KvFormat):
+            raise ConfigError(f"kv_format={self.kv_format!r}: expected one of {', '.join(get_args(KvFormat))}")
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed={self.seed}: expected 0..{2**64 - 1}")
         for name in (
@@ -74,6 +81,7 @@ class EngineOptions:
             block_size=settings.block_size,
             num_blocks=settings.num_blocks,
             memory_bytes=settings.memory,
+            kv_format=settings.kv_format,
             max_running=settings.max_running,
             token_budget=settings.token_budget,
             max_model_len=settings.max_model_len,
