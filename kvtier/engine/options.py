@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineOptions", "KvFormat"]
 
-KvFormat: TypeAlias = Literal["raw", "int8", "fp8", "int4r"]
+KvFormat: TypeAlias = Literal["raw", "int8", "int8r", "fp8", "int4r"]
 
 _DEFAULT_MEMORY = 1 << 30
 
