@@ -24,8 +24,6 @@ class EngineOptions:
         block_size: tokens per block.
         num_blocks: blocks of the device pool; excludes `memory_bytes`.
         memory_bytes: size of the device pool; 1 GiB where neither is given.
-        kv_format: how the device pool keeps KV. In all but `raw` the same memory holds two to four times the blocks,
-            and outputs are not those of raw KV.
         max_running: requests that hold device blocks at a time.
         token_budget: tokens that a step computes at most.
         max_model_len: tokens of prompt and output together; None is what both the model and the pool take.
@@ -33,6 +31,8 @@ class EngineOptions:
         draft_tokens: guesses per request and step at most, where a proposer makes any.
         cuda_graphs: replay decode steps as CUDA graphs, on devices, with attention and models that can.
         scheduling: who is computed first, and who gives way.
+        kv_format: how the device pool keeps KV. In all but `raw` the same memory holds two to four times the blocks,
+            and outputs are not those of raw KV.
 
     Raises:
         ConfigError: a value is out of range, or two exclude each other.
@@ -41,7 +41,6 @@ class EngineOptions:
     block_size: int = 16
     num_blocks: int | None = None
     memory_bytes: int | None = None
-    kv_format: KvFormat = "raw"
     max_running: int = 16
     token_budget: int = 512
     max_model_len: int | None = None
@@ -49,6 +48,7 @@ class EngineOptions:
     draft_tokens: int = 8
     cuda_graphs: bool = True
     scheduling: SchedulingRules = field(default_factory=SchedulingRules)
+    kv_format: KvFormat = "raw"
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.memory_bytes is not None:
@@ -81,7 +81,6 @@ class EngineOptions:
             block_size=settings.block_size,
             num_blocks=settings.num_blocks,
             memory_bytes=settings.memory,
-            kv_format=settings.kv_format,
             max_running=settings.max_running,
             token_budget=settings.token_budget,
             max_model_len=settings.max_model_len,
@@ -89,4 +88,5 @@ class EngineOptions:
             draft_tokens=settings.draft_tokens,
             cuda_graphs=settings.cuda_graphs,
             scheduling=SchedulingRules.from_config(settings),
+            kv_format=settings.kv_format,
         )

@@ -1,18 +1,21 @@
 """What a coded device pool does to a real model's next-token distribution: every token reads coded KV, its own too."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from kvtier import LLM, SamplingParams
 from kvtier.engine.models import LoadedModel, load_model
+from kvtier.errors import ConfigError
 from kvtier.gpu import DevicePool
 from kvtier.gpu.attention import make_attention
 
 pytestmark = pytest.mark.model
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 BLOCK, TOKENS, CHUNK = 16, 576, 192
 
 
@@ -57,3 +60,30 @@ def test_a_coded_pool_keeps_its_bounds(
     same = (exact.argmax(-1) == coded.argmax(-1)).float().mean().item()
     assert 0 < kl <= most_kl
     assert same >= least_top1
+
+
+def build(model: Path, nvme: Path, kv_format: str, **host: Any) -> LLM:
+    below = {"path": str(nvme), "capacity": "64MiB", "min_free": "0"}
+    tiering = {"host": {"capacity": "64MiB"} | host, "nvme": below, "recompute_gate": False, "accept_lossy": True}
+    config = {"model": {"dtype": "float32"}}
+    return LLM(model, tiering=tiering, config=config, memory="24MiB", kv_format=kv_format)
+
+
+def test_a_restart_finds_the_blocks_of_its_kv_format(default_model: Path, tmp_path: Path) -> None:
+    """The same device memory holds more tokens, and raw KV is found by raw engines only."""
+    said, sizes = [], []
+    for kv_format, found in (("int8r", False), ("raw", False), ("int8r", True)):
+        with build(default_model, tmp_path / "nvme", kv_format) as llm:
+            output = llm.generate(TEXT[:1500], GREEDY)
+            assert output.metrics.loaded_tokens == (output.prompt_tokens - 1) // BLOCK * BLOCK * found
+            said.append(output.token_ids)
+            sizes.append(llm.engine.stats().num_blocks)
+    assert said[0] == said[2]
+    # float32 takes 256 bytes per token and head, int8 64 and a scale.
+    assert sizes == [132, 34, 132]
+
+
+def test_a_format_of_a_tier_leaves_no_directory_behind(default_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tiering\.host\.format = 'int8' cannot take this model's KV"):
+        build(default_model, tmp_path / "nvme", "int8r", format="int8")
+    assert not (tmp_path / "nvme").exists()
