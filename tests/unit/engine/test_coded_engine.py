@@ -1,5 +1,6 @@
 """An engine whose device pool is coded: the same tokens whatever happens to its blocks, and nothing read as raw."""
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -8,10 +9,12 @@ from typing import Any, TypeAlias
 
 import pytest
 from kvtier_engine import Connection, connect
-from patience import turns
+from patience import came_true, turns
 from tiny_model import tiny_model
 
+from kvtier import AsyncLLM, api
 from kvtier.cpu import HostTier
+from kvtier.disaggregated.identity import Side
 from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams
 from kvtier.engine.core import kv_layout, pool_size
 from kvtier.engine.drafting import Wish
@@ -25,6 +28,7 @@ from kvtier.gpu.storage import size_pool, stored_layout
 from kvtier.layout import GroupKind, LayerGroup, Layout
 from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.store import StoreOptions, TieredStore
+from kvtier.store.lookup import present
 
 Outputs: TypeAlias = dict[str, tuple[int, ...]]
 
@@ -195,6 +199,26 @@ def test_blocks_of_another_kv_format_are_not_found(
             run(engine, {"r": PROMPT})
             found.append(engine.stats().loaded_tokens)
     assert found == [0, 0, 40]
+
+
+def test_engines_that_share_a_directory_name_coded_blocks_as_such(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "_load", lambda config: loaded)
+    tiering = {"nvme": {"path": str(tmp_path), "capacity": "1MiB", "segment_size": "1MiB", "min_free": 0}}
+    sides = []
+    for kv_format in ("raw", "int8"):
+        with contextlib.closing(AsyncLLM(tiering=tiering, num_blocks=64, block_size=BLOCK, kv_format=kv_format)) as llm:
+            side = Side.of(llm)
+            assert asyncio.run(answered(llm)).metrics.loaded_tokens == 0
+            assert came_true(lambda side=side: all(present(side.directory, side.keys(PROMPT), 5.0, exact=True)))
+            sides.append(side)
+    assert sides[0].identity.layout != sides[1].identity.layout
+    assert not {*sides[0].keys(PROMPT)} & {*sides[1].keys(PROMPT)}
+
+
+async def answered(llm: AsyncLLM) -> RequestOutput:
+    return [output async for output in llm.generate(PROMPT, PARAMS)][-1]
 
 
 def test_a_connection_for_raw_blocks_moves_no_coded_ones(loaded: LoadedModel) -> None:
