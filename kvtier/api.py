@@ -19,7 +19,7 @@ from kvtier_engine import Connection, connect, namespace_of
 
 from kvtier.config import Config, EngineSettings, EventsSettings, load_config
 from kvtier.engine import AsyncEngine, Engine, EngineOptions, EngineStats, RequestOutput, SamplingParams
-from kvtier.engine.core import pool_size
+from kvtier.engine.core import kv_layout, pool_size
 from kvtier.engine.draft_model import DraftModel, check_vocabulary
 from kvtier.engine.drafting import PromptLookup, Proposer
 from kvtier.engine.models import LoadedModel, load_model
@@ -54,7 +54,7 @@ class _Stack:
         options = EngineOptions.from_config(self.config.engine)
         # Before any tier is opened: an engine that cannot be made leaves no directory behind.
         pool_size(self.model, options)
-        layout = self.model.model.layout(options.block_size)
+        layout = kv_layout(self.model, options)
         log = None if self.config.events.endpoint is None else EventLog()
         largest = max(layout.block_bytes(group) for group in range(len(layout.groups)))
         self.store = store or open_store(self.config.tiering, block_bytes=largest, layout=layout, events=log)

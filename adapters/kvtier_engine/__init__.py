@@ -15,6 +15,7 @@ from kvtier.connector import ConnectorOptions, CopyRule, TierScheduler, TierWork
 from kvtier.cost import PrefillShape
 from kvtier.cpu import AttachedRegion, StagingRegion
 from kvtier.engine.models import LoadedModel
+from kvtier.errors import ConfigError, FormatMismatch
 from kvtier.keys import Namespace, namespace_index
 from kvtier.layout import Layout
 from kvtier.store import TieredStore
@@ -90,15 +91,21 @@ def connect(
     Args:
         store: stays the caller's; several engines may share it.
         model: whose KV it is.
-        layout: one shard; uniform, or layers without a window and then layers with one.
+        layout: of the blocks on the device, as `kvtier.engine.core.kv_layout` has it.
         token_budget: tokens per engine step; staging holds the blocks of several steps.
         salt: see `namespace_of`.
         recompute_gate: load only what is cheaper to load than to compute.
         copies: see `ConnectorOptions`.
 
     Raises:
-        ConfigError: `copies` is exclusive, and only some layers have a window.
+        ConfigError: `copies` is exclusive, and only some layers have a window, or a tier's format cannot take these
+            blocks.
     """
+    namespace = namespace_of(model, layout, salt)
+    try:
+        store.register(namespace_index(namespace.digest), layout)
+    except FormatMismatch as error:
+        raise ConfigError(f"a tier's format cannot take the device's blocks: {error}") from error
     options = ConnectorOptions(
         groups=len(layout.groups),
         windowed_groups=len(layout.groups) - 1,
@@ -116,7 +123,5 @@ def connect(
         for region in staging:
             region.close()
         raise
-    namespace = namespace_of(model, layout, salt)
-    store.register(namespace_index(namespace.digest), layout)
     scheduler = TierScheduler(store, namespace, layout.block_size, staging, options)
     return Connection(scheduler, TierWorker(regions, layout), staging)

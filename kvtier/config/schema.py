@@ -65,6 +65,12 @@ class EngineSettings(Section):
         default=None, description="Device memory for KV blocks; none, and num_blocks none: 1GiB"
     )
     num_blocks: Count | None = Field(default=None, description="KV blocks in device memory, instead of memory")
+    kv_format: Literal["raw", "int8", "int8r", "fp8", "int4r"] = Field(
+        default="raw",
+        description="How device memory keeps KV; raw: in dtype; others: coded, 2 to 4 times the blocks in the same "
+        "memory, outputs differ, and other tiers keep the coded blocks apart from all others; full attention over K "
+        "and V only",
+    )
     max_running: Count = Field(default=16, description="Requests computed in one step, at most")
     token_budget: Count = Field(
         default=512, description="Tokens computed in one step, at most; longer prompts are chunked"

@@ -12,6 +12,8 @@ from kvtier.api import AsyncLLM
 from kvtier.config import Config, NvmeSettings
 from kvtier.connector.parts import Parts
 from kvtier.disaggregated.messages import Identity
+from kvtier.engine import EngineOptions
+from kvtier.engine.core import kv_layout
 from kvtier.errors import ConfigError
 from kvtier.keys import Chain, salted
 from kvtier.layout import Layout
@@ -55,7 +57,7 @@ class Side:
         if meta is None:
             raise ConfigError(f"tiering.nvme.path = {str(nvme.path)!r}: it was removed while it is in use")
         size = llm.config.engine.block_size
-        layout = llm.model.model.layout(size)
+        layout = kv_layout(llm.model, EngineOptions.from_config(llm.config.engine))
         namespace = namespace_of(llm.model, layout)
         identity = Identity(
             namespace.model,

@@ -33,7 +33,8 @@ def dtype(subject: Subject) -> Iterator[Finding]:
             f'set model.dtype = "{own}" where the machine computes in it at speed',
         )
     else:
-        yield ok("dtype", f"KV of {model.name} is kept as {stored}")
+        kv_format = subject.config.engine.kv_format
+        yield ok("dtype", f"KV of {model.name} is kept as {stored if kv_format == 'raw' else kv_format}")
 
 
 def layout(subject: Subject) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from kvtier.engine.models.catalog import cache_dir, default_model_path
 from kvtier.engine.models.registry import load_model, preferred_dtype
 from kvtier.engine.models.weights import load_weights
 from kvtier.errors import ModelError
+from kvtier.gpu.storage import stored_layout
 from kvtier.layout import Layout
 
 __all__ = ["measure_prefill", "model_facts"]
@@ -46,7 +47,8 @@ def model_facts(config: Config) -> ModelFacts:
     source = _source(config)
     described = load_weights(source).config
     dtype = _dtype(config) or preferred_dtype(described, _device(config))
-    layout = Layout(config.engine.block_size, described.layer_groups(str(dtype).removeprefix("torch.")))
+    raw = Layout(config.engine.block_size, described.layer_groups(str(dtype).removeprefix("torch.")))
+    layout = stored_layout(raw, config.engine.kv_format)
     longest = config.engine.max_model_len or described.max_positions
     return ModelFacts(source.name, layout, described.dtype, longest)
 
@@ -61,7 +63,10 @@ def measure_prefill(config: Config) -> float:
     count = min(_PROMPT_TOKENS, model.config.max_positions - 1)
     size = config.engine.block_size
     options = EngineOptions(
-        block_size=size, num_blocks=2 * _ROUNDS * (count // size + 1), token_budget=config.engine.token_budget
+        block_size=size,
+        num_blocks=2 * _ROUNDS * (count // size + 1),
+        kv_format=config.engine.kv_format,
+        token_budget=config.engine.token_budget,
     )
     engine = Engine(model, options)
     rate = 0.0

@@ -28,12 +28,13 @@ from kvtier.engine.text import TextStream
 from kvtier.engine.tokenizer import IncrementalDecoder
 from kvtier.errors import ConfigError, FormatMismatch, RequestError
 from kvtier.gpu.pool import PoolListener
-from kvtier.gpu.storage import PoolSize, make_pool, size_pool, windowed_blocks
+from kvtier.gpu.storage import PoolSize, make_pool, size_pool, stored_layout, windowed_blocks
 from kvtier.gpu.windows import most_blocks
 from kvtier.hints import RequestHints
 from kvtier.hooks import FinishReason, SchedulerHook, TransferResults, WorkerHook
+from kvtier.layout import Layout
 
-__all__ = ["Engine", "pool_size"]
+__all__ = ["Engine", "kv_layout", "pool_size"]
 
 # Between two looks at transfers: a look costs as much processor time, of which those transfers may be in need. So the
 # next one is put off by a share of what was waited already, and never so long that anybody notices.
@@ -53,8 +54,8 @@ class Engine:
 
     Raises:
         CapacityError: the device memory is too small for one block.
-        ConfigError: `max_model_len` is more than the model or the device pool takes, or steps are both pipelined and
-            guessed ahead.
+        ConfigError: `max_model_len` is more than the model or the device pool takes, steps are both pipelined and
+            guessed ahead, or the model's KV cannot be kept in `kv_format`.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class Engine:
         size, self.max_model_len = pool_size(model, self.options)
         if proposer is not None and self.options.scheduling.pipelined:
             raise ConfigError("pipelined steps and guessed tokens exclude each other: guesses need the latest token")
-        pool = make_pool(model.model.layout(self.options.block_size), size, model.model.device)
+        layout = model.model.layout(self.options.block_size)
+        pool = make_pool(layout, size, model.model.device, self.options.kv_format)
         self._blocks = pool.blocks
         self._scheduler = Scheduler(
             pool.blocks,
@@ -470,14 +472,28 @@ class Engine:
         )
 
 
+def kv_layout(model: LoadedModel, options: EngineOptions) -> Layout:
+    """The layout of an engine's blocks as its hooks move them: what a connector is to be told.
+
+    Raises:
+        ConfigError: the model's KV cannot be kept in `kv_format`.
+    """
+    layout = model.model.layout(options.block_size)
+    try:
+        return stored_layout(layout, options.kv_format)
+    except FormatMismatch as error:
+        raise ConfigError(f"kv_format={options.kv_format!r} is not for this model: {error}; use raw") from error
+
+
 def pool_size(model: LoadedModel, options: EngineOptions) -> tuple[PoolSize, int]:
     """What an engine would be made with, before any memory is taken: blocks of the pool, tokens of the context.
 
     Raises:
         CapacityError: the device memory is too small for one block.
-        ConfigError: `max_model_len` is more than the model or the device pool takes.
+        ConfigError: `max_model_len` is more than the model or the device pool takes, or its KV cannot be kept in
+            `kv_format`.
     """
-    layout = model.model.layout(options.block_size)
+    layout = kv_layout(model, options)
     if options.num_blocks is None:
         size = size_pool(layout, options.memory_bytes or 0, options.max_running, options.token_budget)
     elif len(layout.groups) == 1:

@@ -1,7 +1,7 @@
 """EngineOptions: sizes and limits of one engine."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from kvtier.engine.rules import SchedulingRules
 from kvtier.errors import ConfigError
@@ -9,7 +9,9 @@ from kvtier.errors import ConfigError
 if TYPE_CHECKING:
     from kvtier.config import EngineSettings
 
-__all__ = ["EngineOptions"]
+__all__ = ["EngineOptions", "KvFormat"]
+
+KvFormat: TypeAlias = Literal["raw", "int8", "int8r", "fp8", "int4r"]
 
 _DEFAULT_MEMORY = 1 << 30
 
@@ -29,6 +31,8 @@ class EngineOptions:
         draft_tokens: guesses per request and step at most, where a proposer makes any.
         cuda_graphs: replay decode steps as CUDA graphs, on devices, with attention and models that can.
         scheduling: who is computed first, and who gives way.
+        kv_format: how the device pool keeps KV. In all but `raw` the same memory holds two to four times the blocks,
+            and outputs are not those of raw KV.
 
     Raises:
         ConfigError: a value is out of range, or two exclude each other.
@@ -44,12 +48,15 @@ class EngineOptions:
     draft_tokens: int = 8
     cuda_graphs: bool = True
     scheduling: SchedulingRules = field(default_factory=SchedulingRules)
+    kv_format: KvFormat = "raw"
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.memory_bytes is not None:
             raise ConfigError(
                 f"num_blocks={self.num_blocks} and memory_bytes={self.memory_bytes} exclude each other; drop one"
             )
+        if self.kv_format not in get_args(KvFormat):
+            raise ConfigError(f"kv_format={self.kv_format!r}: expected one of {', '.join(get_args(KvFormat))}")
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed={self.seed}: expected 0..{2**64 - 1}")
         for name in (
@@ -81,4 +88,5 @@ class EngineOptions:
             draft_tokens=settings.draft_tokens,
             cuda_graphs=settings.cuda_graphs,
             scheduling=SchedulingRules.from_config(settings),
+            kv_format=settings.kv_format,
         )

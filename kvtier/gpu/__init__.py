@@ -4,6 +4,7 @@ pool -> table                         who holds which block, under which name: p
 mixed                                 the same where some layers keep a sliding window only
 storage                               the tensors that the blocks are rows of
 batches, masks -> attention, latent   plan once per step, run once per layer; K and V, or MLA's latents
+coded                                 the same over K and V that the pool keeps coded
 copies                                blocks to and from host memory, in the background
 """
 

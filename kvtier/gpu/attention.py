@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.gpu import kernels
+from kvtier.gpu.coded import CodedAttention
 from kvtier.gpu.cpu_attention import CpuAttention
 from kvtier.gpu.grouped import GroupedAttention
 from kvtier.gpu.latent import LatentAttention
@@ -77,4 +78,6 @@ def _over(memory: GroupMemory, config: AttentionConfig) -> PagedAttention | Late
 
 def make_paged_attention(pool: GroupMemory, num_heads: int, windows: Sequence[int | None] = ()) -> PagedAttention:
     """The fastest `PagedAttention` for a GQA pool. Raises what its constructor does."""
+    if pool.coded is not None:
+        return CodedAttention(pool, num_heads, windows)
     return (CpuAttention if CpuAttention.runs(pool) else PagedAttention)(pool, num_heads, windows)

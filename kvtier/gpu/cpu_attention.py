@@ -52,7 +52,7 @@ class CpuAttention(PagedAttention):
         """Whether this machine has kernels for a pool's device, dtype and head size."""
         group = pool.group
         fits = group.dtype in DTYPE_CODES and group.head_dim <= MAX_HEAD_DIM and not group.head_dim % LANES
-        return pool.device.type == "cpu" and fits and kernels() is not None
+        return pool.device.type == "cpu" and pool.coded is None and fits and kernels() is not None
 
     def plan(self, spans: Sequence[AttentionSpan]) -> None:
         """Prepare a step. The flat batch has the spans' new tokens, one span after the other.

@@ -26,7 +26,7 @@ from kvtier.gpu.batches import (
 )
 from kvtier.gpu.masks import causal_mask
 from kvtier.gpu.storage import GroupMemory
-from kvtier.layout import GroupKind
+from kvtier.layout import DTYPE_BYTES, GroupKind
 
 __all__ = ["PagedAttention"]
 
@@ -68,11 +68,12 @@ class PagedAttention:
             len(pool.tensor), len(group.layers), group.kv_heads, pool.layout.block_size, pool.device
         )
         self._tuning = _tuning(pool)
+        self._dtype: torch.dtype = getattr(torch, group.dtype)
         # Cutting off the rows before a layer's first one makes layer 0's indices its own.
-        self._block_rows = pool.tensor.view(-1, pool.layout.block_size * group.head_dim)
-        self._token_rows = pool.tensor.view(-1, group.head_dim)
-        self._plan = make_plan((), self._geometry, self._tuning, pool.tensor.dtype)
-        self._causal = dict.fromkeys(self._windows, pool.tensor.new_empty((0, 0)))
+        self._block_rows = pool.tensor.view(len(pool.tensor) * self._geometry.block_rows, -1)
+        self._plan = make_plan((), self._geometry, self._tuning, self._dtype)
+        self._none = torch.empty((0, 0), dtype=self._dtype, device=pool.device)
+        self._causal = dict.fromkeys(self._windows, self._none)
         self._decode_masks: dict[int | None, list[Tensor | None]] = {window: [] for window in self._windows}
 
     def plan(self, spans: Sequence[AttentionSpan]) -> None:
@@ -81,7 +82,7 @@ class PagedAttention:
         Raises:
             CapacityError: a span without new tokens, or whose blocks do not hold them, or are not of the pool.
         """
-        self._use(make_plan(spans, self._geometry, self._tuning, self._pool.tensor.dtype), spans)
+        self._use(make_plan(spans, self._geometry, self._tuning, self._dtype), spans)
 
     def _use(self, plan: AttentionPlan, spans: Sequence[AttentionSpan]) -> None:
         self._plan = plan
@@ -113,22 +114,24 @@ class PagedAttention:
         return out
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        token_rows = self._token_rows[layer * self._geometry.layer_rows * self._geometry.block_size :]
+        token_rows = self._rows_of(layer).view(-1, k.shape[-1])
         token_rows.index_copy_(0, self._plan.slots, torch.cat((k, v)).view(-1, k.shape[-1]))
 
     def _decode(self, layer: int, q: Tensor, out: Tensor) -> None:
         masks = self._decode_masks[self._windows[layer]]
         for batch, mask in zip(self._plan.decodes, masks, strict=True):
-            self._decode_batch(batch, mask, self._rows_of(layer), q, out)
+            self._decode_batch(batch, mask, layer, q, out)
 
     def _rows_of(self, layer: int) -> Tensor:
         return self._block_rows[layer * self._geometry.layer_rows :]
 
-    def _decode_batch(
-        self, batch: DecodeBatch, mask: Tensor | None, block_rows: Tensor, q: Tensor, out: Tensor
-    ) -> None:
+    def _gather(self, layer: int, rows: Tensor) -> Tensor:
+        """The tokens of pool rows of a layer, [rows, block_size * head_dim] in the queries' dtype."""
+        return self._rows_of(layer).index_select(0, rows)
+
+    def _decode_batch(self, batch: DecodeBatch, mask: Tensor | None, layer: int, q: Tensor, out: Tensor) -> None:
         count, head_dim = len(batch.tokens), q.shape[-1]
-        gathered = block_rows.index_select(0, batch.rows)
+        gathered = self._gather(layer, batch.rows)
         if batch.padding is not None:
             # Stale memory may hold NaN, which the mask's -inf would not silence.
             gathered.view(-1, head_dim).index_fill_(0, batch.padding, 0.0)
@@ -141,7 +144,7 @@ class PagedAttention:
         kv_heads, queries, head_dim = self._geometry.kv_heads, self._queries_per_head, q.shape[-1]
         window = self._windows[layer]
         causal = self._causal[window]
-        gathered = self._rows_of(layer).index_select(0, prefill.rows).view(2, 1, kv_heads, -1, head_dim)
+        gathered = self._gather(layer, prefill.rows).view(2, 1, kv_heads, -1, head_dim)
         for first in range(prefill.first, prefill.last, self._tuning.query_rows):
             last = min(first + self._tuning.query_rows, prefill.last)
             rows, seen = last - first, prefill.start + last - prefill.first
@@ -166,12 +169,12 @@ class PagedAttention:
         for batch in self._plan.decodes:
             ends, columns = stops[batch.tokens.cpu(), None], torch.arange(batch.length)
             hidden = (columns < ends - window) | (columns >= ends)
-            mask = torch.zeros(hidden.shape, dtype=self._pool.tensor.dtype).masked_fill_(hidden, float("-inf"))
+            mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
             masks.append(mask.view(-1, 1, 1, batch.length).to(self._pool.device))
         return masks
 
     def _causal_mask(self, context: int, window: int | None) -> Tensor:
-        return causal_mask(self._tuning.query_rows, context, self._queries_per_head, self._pool.tensor, window)
+        return causal_mask(self._tuning.query_rows, context, self._queries_per_head, self._none, window)
 
     def _check(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         pool, tokens = self._pool, self._plan.num_tokens
@@ -182,15 +185,15 @@ class PagedAttention:
                 f"q, k, v of {[list(shape) for shape in shapes]}: the planned step has {tokens} tokens, "
                 f"{self._num_heads} and {pool.group.kv_heads} heads of {pool.group.head_dim}; plan this step's spans"
             )
-        if not q.dtype == k.dtype == v.dtype == pool.tensor.dtype:
-            raise FormatMismatch(f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}: the pool holds {pool.tensor.dtype}")
+        if not q.dtype == k.dtype == v.dtype == self._dtype:
+            raise FormatMismatch(f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}: the pool holds {self._dtype}")
         if not 0 <= layer < self._geometry.layers:
             raise FormatMismatch(f"layer {layer}: the pool has 0..{self._geometry.layers - 1}")
 
 
 def _tuning(pool: GroupMemory) -> Tuning:
     group = pool.group
-    token_bytes = 2 * group.kv_heads * group.head_dim * pool.tensor.itemsize
+    token_bytes = 2 * group.kv_heads * group.head_dim * DTYPE_BYTES[group.dtype]
     if pool.device.type == "cpu":
         return Tuning(_CPU_QUERY_ROWS, _CPU_GATHER_BYTES // token_bytes, _CPU_PADDING_TOKENS)
     return Tuning(_CUDA_QUERY_ROWS, _CUDA_GATHER_BYTES // token_bytes, _CUDA_PADDING_TOKENS)

@@ -108,7 +108,8 @@ class SparseAttention:
         scores: what blocks are chosen by; None: as the pool's device calls for.
 
     Raises:
-        FormatMismatch: an MLA pool, or a model with sliding windows: what is attended to is the model's affair there.
+        FormatMismatch: an MLA pool, a coded one, or a model with sliding windows: what is attended to is the model's
+            affair there.
     """
 
     def __init__(
@@ -124,6 +125,8 @@ class SparseAttention:
                 f"sparse attention over a {pool.group.kind} pool with windows {list(windows)}: it needs gqa without "
                 "sliding windows; leave `sparse` out"
             )
+        if pool.coded is not None:
+            raise FormatMismatch("sparse attention over a coded pool: it reads raw blocks; leave `sparse` out")
         self._base = base
         self._pool = pool
         self._group = num_heads // pool.group.kv_heads

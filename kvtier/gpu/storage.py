@@ -6,6 +6,8 @@ mla    [num_blocks, layers, block_size, head_dim (latent) + rope_dim]
 Block-major: a block is one contiguous run of bytes, so that it moves in one copy. Where layers have a sliding window
 there is one block more than the books know of, the last: all zeros, it stands for whatever is behind the window. Layers
 with a window and layers without one, in one model, have a tensor each.
+
+Of a coded pool (`kv_format`) the tensor is uint8 [num_blocks, block_bytes], as `kernels.quantized_pool` describes it.
 """
 
 import mmap
@@ -19,6 +21,8 @@ from torch import Tensor
 
 from kvtier.errors import CapacityError, FormatMismatch
 from kvtier.gpu.anonymous import anonymous, touch
+from kvtier.gpu.kernels.quantized_pool import CodedBlocks, coded_layout
+from kvtier.gpu.kernels.rows import LayerKV, raw_layer
 from kvtier.gpu.mixed import MixedBlockPool
 from kvtier.gpu.pool import BlockPool
 from kvtier.gpu.table import BlockCopy
@@ -26,7 +30,20 @@ from kvtier.gpu.windows import most_blocks
 from kvtier.hooks import NO_BLOCK, StepSpan
 from kvtier.layout import LayerGroup, Layout
 
-__all__ = ["DevicePool", "GroupMemory", "MixedDevicePool", "PoolSize", "make_pool", "size_pool", "windowed_blocks"]
+__all__ = [
+    "RAW",
+    "DevicePool",
+    "GroupMemory",
+    "MixedDevicePool",
+    "PoolSize",
+    "make_pool",
+    "size_pool",
+    "stored_layout",
+    "windowed_blocks",
+]
+
+RAW = "raw"
+"""The `kv_format` of a pool whose blocks are not coded."""
 
 _ORDER = "lphtd"
 # What is touched ahead: a fraction of a second's work. A large pool that is never full takes no more memory than that.
@@ -38,7 +55,8 @@ class GroupMemory:
 
     Attributes:
         group: whose it is.
-        layout: of that group alone.
+        layout: of that group alone, before it is coded.
+        coded: where coded rows lie; None: blocks are raw.
         tensor: the blocks, in the group's dtype; shapes above.
 
     Args:
@@ -46,20 +64,30 @@ class GroupMemory:
         block_size: tokens per block.
         num_blocks: at least 1.
         device: where the memory lies.
+        kv_format: how blocks are coded: `raw`, or a key of `CODINGS`.
 
     Raises:
         CapacityError: the device has less memory than that.
-        FormatMismatch: a group that is not addressable by token.
+        FormatMismatch: a group that is not addressable by token, or cannot be coded so.
     """
 
-    def __init__(self, group: LayerGroup, block_size: int, num_blocks: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        group: LayerGroup,
+        block_size: int,
+        num_blocks: int,
+        device: torch.device | str,
+        kv_format: str = RAW,
+    ) -> None:
         if group.order != _ORDER:
             raise FormatMismatch(f"axis order {group.order!r}: a device pool is {_ORDER!r}; convert the blocks")
         self.group = group
         self.layout = Layout(block_size, (group,))
-        shape = (num_blocks + _null_blocks(group), *group.block_shape(block_size))
+        self.coded = None if kv_format == RAW else CodedBlocks(self.layout, kv_format)
+        block = group.block_shape(block_size) if self.coded is None else (self.coded.block_bytes,)
+        dtype = getattr(torch, group.dtype) if self.coded is None else torch.uint8
         self._mapping: mmap.mmap | None = None
-        self.tensor = self._zeros(shape, getattr(torch, group.dtype), torch.device(device))
+        self.tensor = self._zeros((num_blocks + _null_blocks(group), *block), dtype, torch.device(device))
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         nbytes = prod(shape) * dtype.itemsize
@@ -88,6 +116,13 @@ class GroupMemory:
         gone = block_ids.count(NO_BLOCK)
         return (len(self.tensor) - 1,) * gone + block_ids[gone:]
 
+    def layer(self, layer: int) -> LayerKV:
+        """K and V of one layer of a GQA group, by its position in the pool, for the kernels."""
+        if self.coded is not None:
+            return self.coded.layer(self.tensor, layer)
+        plane = self.tensor[:, layer]
+        return raw_layer(plane[:, 0], plane[:, 1])
+
     def as_bytes(self) -> Tensor:
         """The same memory as uint8 [num_blocks, block_bytes]."""
         return self.tensor.flatten(1).view(torch.uint8)
@@ -104,17 +139,18 @@ class DevicePool(GroupMemory):
         layout: one layer group, in the order `lphtd`.
         num_blocks: at least 1.
         device: where the memory lies.
+        kv_format: see `GroupMemory`.
 
     Raises:
         CapacityError: no room for one block, or the device has less memory than that.
-        FormatMismatch: a layout that is not uniform or not addressable by token.
+        FormatMismatch: a layout that is not uniform or not addressable by token, or cannot be coded so.
     """
 
-    def __init__(self, layout: Layout, num_blocks: int, device: torch.device | str) -> None:
+    def __init__(self, layout: Layout, num_blocks: int, device: torch.device | str, kv_format: str = RAW) -> None:
         group = _uniform_group(layout)
         self.blocks = BlockPool(num_blocks, layout.block_size, group.window)
         self.windowed: GroupMemory | None = None
-        super().__init__(group, layout.block_size, num_blocks, device)
+        super().__init__(group, layout.block_size, num_blocks, device, kv_format)
 
     @classmethod
     def fit(cls, layout: Layout, memory_bytes: int, device: torch.device | str) -> Self:
@@ -249,9 +285,24 @@ def windowed_blocks(layout: Layout, running: int, new_tokens: int) -> int:
     return 2 * (running * each - (-new_tokens // size))
 
 
-def make_pool(layout: Layout, size: PoolSize, device: torch.device | str) -> DevicePool:
-    """The pool that a layout calls for. Raises what its constructor does."""
-    return DevicePool(layout, size.blocks, device) if len(layout.groups) == 1 else MixedDevicePool(layout, size, device)
+def make_pool(layout: Layout, size: PoolSize, device: torch.device | str, kv_format: str = RAW) -> DevicePool:
+    """The pool that a layout calls for. Raises what its constructor does, and FormatMismatch for a mixed coded one."""
+    if len(layout.groups) == 1 or kv_format != RAW:
+        return DevicePool(layout, size.blocks, device, kv_format)
+    return MixedDevicePool(layout, size, device)
+
+
+def stored_layout(layout: Layout, kv_format: str) -> Layout:
+    """The layout of a pool's blocks as they are moved and stored.
+
+    Args:
+        layout: of raw blocks.
+        kv_format: see `GroupMemory`.
+
+    Raises:
+        FormatMismatch: blocks of this layout cannot be coded so.
+    """
+    return layout if kv_format == RAW else coded_layout(layout, kv_format)
 
 
 def _null_blocks(group: LayerGroup) -> int:

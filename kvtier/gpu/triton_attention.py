@@ -19,7 +19,6 @@ from kvtier.gpu.kernels.batch import DecodeBatch, PrefillBatch
 from kvtier.gpu.kernels.latent_decode import latent_decode
 from kvtier.gpu.kernels.paged_decode import paged_decode
 from kvtier.gpu.kernels.paged_prefill import paged_prefill
-from kvtier.gpu.kernels.rows import raw_layer
 from kvtier.gpu.kernels.write_kv import write_kv, write_latent
 from kvtier.gpu.latent import LatentAttention
 from kvtier.gpu.paged import PagedAttention
@@ -32,7 +31,7 @@ _WHOLE = 1 << 30
 
 
 class TritonAttention(PagedAttention):
-    """Attention of one model over one pool of K and V. Implements `kvtier.engine.models.base.Attention`.
+    """Attention of one model over one pool of K and V, raw or coded. Implements `kvtier.engine.models.base.Attention`.
 
     Args:
         pool: its blocks are written in place.
@@ -47,7 +46,7 @@ class TritonAttention(PagedAttention):
     def __init__(self, pool: GroupMemory, num_heads: int, windows: Sequence[int | None] = ()) -> None:
         super().__init__(pool, num_heads, windows)
         self._scale = pool.group.head_dim**-0.5
-        self._layers = [raw_layer(plane[:, 0], plane[:, 1]) for plane in pool.tensor.unbind(1)]
+        self._layers = [pool.layer(at) for at in range(len(pool.group.layers))]
         self._step = _plan((), self._geometry, self._queries_per_head)
 
     def plan(self, spans: Sequence[AttentionSpan]) -> None:
@@ -57,7 +56,7 @@ class TritonAttention(PagedAttention):
             CapacityError: a span without new tokens, or whose blocks do not hold them, or are not of the pool.
         """
         step = _plan(spans, self._geometry, self._queries_per_head)
-        self._use(make_plan(spans, self._geometry, self._tuning, self._pool.tensor.dtype, elsewhere=_WHOLE), spans)
+        self._use(make_plan(spans, self._geometry, self._tuning, self._dtype, elsewhere=_WHOLE), spans)
         self._step = step
 
     def plan_decode(self, buffers: DecodeBuffers, longest: int) -> None:

@@ -15,7 +15,11 @@ from tiny_model import tiny_model
 from torch import Tensor
 
 from kvtier.engine import Engine, EngineOptions, SamplingParams
+from kvtier.engine.core import kv_layout
+from kvtier.engine.options import KvFormat
 from kvtier.engine.rules import SchedulingRules
+from kvtier.gpu.coded import encode_rows
+from kvtier.gpu.kernels.rows import Code
 from kvtier.hooks import Completed, Match, Pending, RequestView, Step, TransferPlan, TransferResults
 from kvtier.testing import AdapterSetup, AdapterSuite
 
@@ -34,7 +38,11 @@ class TieredEngine:
     """Implements `AdapterEngine` with the bundled engine; `sabotage` plants a bug in it."""
 
     def __init__(
-        self, setup: AdapterSetup, rules: SchedulingRules | None = None, sabotage: Sabotage | None = None
+        self,
+        setup: AdapterSetup,
+        rules: SchedulingRules | None = None,
+        sabotage: Sabotage | None = None,
+        kv_format: KvFormat = "raw",
     ) -> None:
         self._store = setup.store
         self._params = SamplingParams(temperature=0.0, ignore_eos=True, accept_lossy=setup.accept_lossy)
@@ -42,10 +50,12 @@ class TieredEngine:
             block_size=SIZE,
             num_blocks=setup.device_blocks,
             token_budget=48,
+            kv_format=kv_format,
             scheduling=rules or SchedulingRules(),
         )
+        layout = kv_layout(MODEL, options)
         self._connection = connect(
-            setup.store, MODEL, LAYOUT, options.token_budget, salt=setup.salt, recompute_gate=False
+            setup.store, MODEL, layout, options.token_budget, salt=setup.salt, recompute_gate=False
         )
         self._engine = Engine(MODEL, options, (self._connection.scheduler, self._connection.worker))
         # Some planted bugs keep it from ever coming to rest.
@@ -107,7 +117,7 @@ class _Dense:
         return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
-ANSWERS: dict[tuple[Tokens, int], Tokens] = {}
+ANSWERS: dict[tuple[str, Tokens, int], Tokens] = {}
 
 
 class TestEngineAdapter(AdapterSuite):
@@ -116,23 +126,45 @@ class TestEngineAdapter(AdapterSuite):
     token_ids = range(1, MODEL.config.vocab)
     rules = SchedulingRules()
     sabotage: Sabotage | None = None
+    kv_format: KvFormat = "raw"
+    attention = _Dense()
 
     def make_engine(self, setup: AdapterSetup) -> TieredEngine:
-        return TieredEngine(setup, self.rules, self.sabotage)
+        return TieredEngine(setup, self.rules, self.sabotage, self.kv_format)
 
     def reference(self, prompt: Tokens, max_tokens: int) -> Tokens:
-        if (prompt, max_tokens) not in ANSWERS:
+        asked = (self.kv_format, prompt, max_tokens)
+        if asked not in ANSWERS:
             tokens = list(prompt)
             for _ in range(max_tokens):
                 ids = torch.tensor(tokens)
-                logits = MODEL.model.forward(ids, torch.arange(len(ids)), _Dense(), torch.tensor([len(ids) - 1]))
+                logits = MODEL.model.forward(ids, torch.arange(len(ids)), self.attention, torch.tensor([len(ids) - 1]))
                 tokens.append(int(logits[0].argmax()))
-            ANSWERS[prompt, max_tokens] = tuple(tokens[len(prompt) :])
-        return ANSWERS[prompt, max_tokens]
+            ANSWERS[asked] = tuple(tokens[len(prompt) :])
+        return ANSWERS[asked]
 
 
 class TestPipelinedEngineAdapter(TestEngineAdapter):
     rules = SchedulingRules(pipelined=True)
+
+
+class _DenseCoded(_Dense):
+    """The same over K and V as an int8 pool holds them."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().__call__(layer, q, _rounded(k), _rounded(v))
+
+
+def _rounded(x: Tensor) -> Tensor:
+    codes, scales = encode_rows(x.flatten(0, 1), Code.INT8)
+    return (codes.view(torch.int8) * scales.float()).view(x.shape)
+
+
+class TestCodedEngineAdapter(TestEngineAdapter):
+    block_bytes = kv_layout(MODEL, EngineOptions(block_size=SIZE, kv_format="int8")).block_bytes()
+    kv_format = "int8"
+    lossy_format = None
+    attention = _DenseCoded()
 
 
 # ---- planted bugs: methods that do something else

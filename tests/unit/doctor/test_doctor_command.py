@@ -70,3 +70,5 @@ def test_the_default_model_is_measured(default_model: Path, config: Path) -> Non
     # 30 layers, 3 KV heads of 64 elements, K and V.
     assert facts.token_bytes == 30 * 2 * 3 * 64 * {"float32": 4, "bfloat16": 2}[facts.layout.groups[0].dtype]
     assert measure_prefill(loaded) > 1
+    coded = loaded.model_copy(update={"engine": loaded.engine.model_copy(update={"kv_format": "int8"})})
+    assert model_facts(coded).token_bytes == 30 * 2 * 3 * (64 + 2)
