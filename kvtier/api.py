@@ -316,6 +316,8 @@ class LLM:
         # Goes on until the last blocks are on their way to the store, too.
         while self._engine.has_work or self._engine.busy:
             for output in self._engine.step():
+                if output.error is not None and output.id in finished:
+                    raise output.error
                 if output.finish_reason is not None and output.id in finished:
                     finished[output.id][output.index] = output
         missing = [request_id for request_id, count in wanted.items() if len(finished[request_id]) < count]

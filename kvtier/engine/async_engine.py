@@ -20,6 +20,7 @@ __all__ = ["AsyncEngine"]
 
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 0.05
+_MOST_FRUITLESS = 20
 _DRAIN_SECONDS = 5.0
 
 
@@ -78,6 +79,7 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._orders: deque[Callable[[], None]] = deque()
         self._closing = False
+        self._fruitless = 0  # steps that failed since one succeeded, and cost no request
         self._thread = threading.Thread(target=self._serve, name="kvtier-engine", daemon=True)
         self._thread.start()
 
@@ -128,6 +130,7 @@ class AsyncEngine:
         while self._wait():
             try:
                 self._cycle()
+                self._fruitless = 0
             except Exception as error:  # noqa: BLE001  # the thread's top level: every consumer must learn of it
                 self._fail(error)
         self._obey()
@@ -180,6 +183,8 @@ class AsyncEngine:
         except KVTierError as error:
             del self._mailboxes[request_id]
             mailbox.put(error)
+        except Exception as error:  # noqa: BLE001  # what is wrong with one request is told to its consumer alone
+            self._lose(request_id, error)
 
     def _abort(self, request_id: str) -> None:
         mailbox = self._mailboxes.pop(request_id, None)
@@ -190,7 +195,10 @@ class AsyncEngine:
     def _deliver(self, output: RequestOutput) -> None:
         mailbox = self._mailboxes.get(output.id)
         if mailbox is None:
-            return  # its consumer went away with an earlier sequence of the same step
+            return  # its consumer went away with an earlier sequence of the same step, or was told of its end
+        if output.error is not None:
+            self._lose(output.id, output.error)
+            return
         received = mailbox.put(output)
         mailbox.unfinished -= output.finish_reason is not None
         if not mailbox.unfinished:
@@ -199,13 +207,22 @@ class AsyncEngine:
             self._abort(output.id)
 
     def _fail(self, error: Exception) -> None:
+        """A step failed: so did the requests that it cost, and all, if it goes on like that and costs none."""
         _log.error("engine step failed", exc_info=error)
-        mailboxes, self._mailboxes = self._mailboxes, {}
-        for request_id, mailbox in mailboxes.items():
-            self._engine.abort(request_id)
-            failure = KVTierError(f"the engine failed while this request ran: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            mailbox.put(failure)
-        if not mailboxes:
+        lost = [request_id for request_id in self._mailboxes if not self._engine.has(request_id)]
+        self._fruitless = 0 if lost else self._fruitless + 1
+        if self._fruitless == _MOST_FRUITLESS:
+            lost, self._fruitless = list(self._mailboxes), 0
+        for request_id in lost:
+            self._lose(request_id, error)
+        if not lost:
             # A hook that fails again and again with nobody to tell must not spin.
             time.sleep(_RETRY_SECONDS)
+
+    def _lose(self, request_id: str, error: Exception) -> None:
+        """End a request, whose consumer is told why."""
+        mailbox = self._mailboxes.pop(request_id)
+        self._engine.abort(request_id)
+        failure = KVTierError(f"the engine failed while this request ran: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        mailbox.put(failure)

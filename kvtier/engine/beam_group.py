@@ -40,25 +40,31 @@ class BeamGroup:
         self._brought[request.id] = [Candidate(*candidate) for candidate in candidates]
         return len(self._brought) == len(self.beams)
 
-    def advance(self, scheduler: Scheduler, now: float) -> None:
-        """All candidates are there: go on with the best, at time `now`, or end all beams."""
+    def advance(self, scheduler: Scheduler, now: float) -> list[tuple[Request, Request]]:
+        """All candidates are there: go on with the best, at time `now`, or end all beams.
+
+        Returns:
+            The beams that are new, each with the one that it was forked from.
+        """
         going = self.search.advance([self._brought[beam.id] for beam in self.beams])
         self._brought.clear()
         parents = {choice.parent for choice in going}
         for at, beam in enumerate(self.beams):
             if at not in parents:
                 scheduler.end(beam.id, "stop")
-        beams, kept = [], set[int]()
+        beams, kept, forks = [], set[int](), []
         for choice in going:
             parent = self.beams[choice.parent]
             if choice.parent in kept:
                 parent = self._forked(scheduler, parent, choice.token)
+                forks.append((parent, self.beams[choice.parent]))
             kept.add(choice.parent)
             beams.append(parent)
         for beam, choice in zip(beams, going, strict=True):
             if beam is self.beams[choice.parent]:
                 beam.append([choice.token], now)
         self.beams = beams
+        return forks
 
     def _forked(self, scheduler: Scheduler, parent: Request, token: int) -> Request:
         output = [*parent.tokens[parent.prompt_len :], token]

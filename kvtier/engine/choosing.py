@@ -79,27 +79,42 @@ class Chooser:
         self._eos_ids = eos_ids
 
     def choose(self, rows: Rows, logits: Tensor) -> list[Sampled]:
-        """What each of the plan's samples got. Scores of prompts are left with their requests.
+        """What each of the plan's samples got, or why it got nothing. Scores of prompts are left with their requests.
 
         Args:
             rows: of the plan.
             logits: float32 [R, vocab], of `rows.indices()`.
-
-        Raises:
-            ModelError: a row's largest logit is not finite, so the model computed nonsense.
         """
         count = sum(run.length for run in rows.sampled)
         self._score(rows.scored, logits[count:])
         if not count:
             return []
+        try:
+            return self._chosen(rows.sampled, logits[:count])
+        except Exception:  # noqa: BLE001  # whatever it was, choosing for each alone says whose it is
+            return self._chosen_alone(rows.sampled, logits)
+
+    def _chosen_alone(self, runs: Sequence[_Run], logits: Tensor) -> list[Sampled]:
+        """As `_chosen`, of each request by itself: what goes wrong with one costs no other."""
+        results: list[Sampled] = []
+        first = 0
+        for run in runs:
+            try:
+                results += self._chosen([run], logits[first : first + run.length])
+            except Exception as error:  # noqa: BLE001  # it is the request's
+                results.append(Sampled((), error=error))
+            first += run.length
+        return results
+
+    def _chosen(self, runs: Sequence[_Run], logits: Tensor) -> list[Sampled]:
         draws = [
             Draw(run.request.params, run.request.seed, run.request.num_output + at)
-            for run in rows.sampled
+            for run in runs
             for at in range(run.length)
         ]
-        tokens = iter(sample(self._adjusted(rows.sampled, logits[:count]), draws))
-        results = [Sampled(tuple(self._accepted(run, tokens))) for run in rows.sampled]
-        return self._with_candidates(rows.sampled, self._with_logprobs(rows.sampled, results, logits), logits)
+        tokens = iter(sample(self._adjusted(runs, logits), draws))
+        results = [Sampled(tuple(self._accepted(run, tokens))) for run in runs]
+        return self._with_candidates(runs, self._with_logprobs(runs, results, logits), logits)
 
     def _accepted(self, run: _Run, tokens: Iterator[int]) -> list[int]:
         chosen = [next(tokens) for _ in range(run.length)]

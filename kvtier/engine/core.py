@@ -31,7 +31,7 @@ from kvtier.gpu.pool import PoolListener
 from kvtier.gpu.storage import PoolSize, make_pool, size_pool, stored_layout, windowed_blocks
 from kvtier.gpu.windows import most_blocks
 from kvtier.hints import RequestHints
-from kvtier.hooks import FinishReason, SchedulerHook, TransferResults, WorkerHook
+from kvtier.hooks import NO_BLOCK, FinishReason, SchedulerHook, TransferResults, WorkerHook
 from kvtier.layout import Layout
 
 __all__ = ["Engine", "kv_layout", "pool_size"]
@@ -107,6 +107,10 @@ class Engine:
     def busy(self) -> bool:
         """Whether transfers are under way: they need further steps, even when all requests are finished."""
         return self._scheduler.busy or (self._pipeline is not None and self._pipeline.busy)
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this id is unfinished."""
+        return request_id in self._live
 
     def add(
         self,
@@ -201,13 +205,16 @@ class Engine:
 
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request in whatever state; returns what its unfinished sequences had, nothing for unknown ids."""
+        return self._cut_short(request_id, "abort")
+
+    def _cut_short(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> list[RequestOutput]:
         live = self._live.get(request_id)
         if live is None:
             return []
         ended, live.unforked = [*live.live.values(), *live.unforked], []
         for sequence in ended:
-            self._drop(sequence, "abort")
-        outputs = [sequence.last_output("abort") for sequence in ended]
+            self._drop(sequence, reason)
+        outputs = [replace(sequence.last_output(reason), error=error) for sequence in ended]
         if live.beams is None:
             return outputs
         # As many as were asked for, whatever the number of beams: whoever counts them waits for no more.
@@ -242,9 +249,10 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns an output for each request that got a token.
 
-        Without anything to compute it waits a moment for transfers. If it raises, the requests that it was to
-        compute are gone, their blocks are free, and all others go on with the next step. If planning it raised, all
-        are gone.
+        Without anything to compute it waits a moment for transfers. A request whose token cannot be chosen (its logits
+        are no numbers, say) ends with the reason `error`, and its outputs say which. If the step raises, or no token of
+        any of its requests can be chosen, the requests that it was to compute are gone, their blocks are free, and all
+        others go on with the next step. If planning it raised, all are gone.
 
         Under `SchedulingRules.pipelined` the outputs are those of the step before, and the next one runs meanwhile.
         """
@@ -288,7 +296,10 @@ class Engine:
         except BaseException:
             self._scheduler.cancel(plan)
             raise
-        pipeline.start(plan)
+        if any(output.error is not None for output in outputs):
+            self._scheduler.cancel(plan)  # it may compute what would follow the token that was not chosen
+        else:
+            pipeline.start(plan)
         return outputs
 
     def _run(self, plan: StepPlan) -> Ran:
@@ -296,7 +307,7 @@ class Engine:
         began = time.perf_counter()
         sampled = self._runner.compute(plan)
         seconds = time.perf_counter() - began
-        return Ran(plan, sampled, self._runner.end(plan.transfers), seconds)
+        return Ran(plan, sampled, self._runner.end(plan.transfers, _spoiled(plan, sampled)), seconds)
 
     def _land(self, ran: Ran, proposing: float) -> list[RequestOutput]:
         """What a step brought goes to its requests, or they end; `proposing`: seconds that its guesses took."""
@@ -311,10 +322,19 @@ class Engine:
         self._observe(plan, ran.seconds)
         self._learn(plan, sampled, proposing + ran.seconds)
         void = self._scheduler.update(plan, sampled, ran.results)
-        landed = [
+        for request_id in void:
+            self._runner.forget(request_id)  # what it learnt of attention it learnt from nothing
+        results = [
             (plan.requests[at], result)
             for at, result in zip(plan.samples, sampled, strict=True)
             if plan.requests[at].id not in void
+        ]
+        landed = [(request, result) for request, result in results if result.error is None]
+        outputs = [
+            output
+            for request, result in results
+            if result.error is not None and (sequence := self._sequences.get(request.id)) is not None
+            for output in self._cut_short(sequence.owner.id, "error", result.error)
         ]
         for request in plan.requests:
             if request.id not in self._sequences:
@@ -325,7 +345,7 @@ class Engine:
             sequence = self._sequences.get(request.id)
             if sequence is not None:
                 self._fork(sequence.owner)
-        return [output for request, result in landed for output in self._advance(request, result)]
+        return outputs + [output for request, result in landed for output in self._advance(request, result)]
 
     def _pause(self, plan: StepPlan) -> None:
         """After a step that had nothing to compute; what has just begun is soon looked at again."""
@@ -341,6 +361,7 @@ class Engine:
             (first,) = live.live.values()
             for sequence in live.unforked:
                 self._scheduler.fork(first.request, sequence.request)
+                self._runner.fork(first.request.id, sequence.request.id)
                 self._begin(live, sequence)
             live.unforked = []
 
@@ -377,6 +398,7 @@ class Engine:
         outcomes = [
             (plan.requests[at], spans[at].stop - plan.requests[at].num_tokens, len(result.tokens))
             for at, result in zip(plan.samples, sampled, strict=True)
+            if result.error is None
         ]
         decodes = all(span.start == span.request.num_tokens - 1 for span in spans)
         self._speculation.learn(outcomes, seconds, decodes_only=decodes)
@@ -407,7 +429,8 @@ class Engine:
         """A beam brought its candidates; returns the outputs if that ends the search."""
         if not group.bring(sequence.request, sampled.candidates):
             return []
-        group.advance(self._scheduler, time.perf_counter())
+        for child, parent in group.advance(self._scheduler, time.perf_counter()):
+            self._runner.fork(parent.id, child.id)
         owner, beams = sequence.owner, {beam.id for beam in group.beams}
         for beam in group.beams:
             if beam.id not in owner.live:
@@ -510,3 +533,17 @@ def pool_size(model: LoadedModel, options: EngineOptions) -> tuple[PoolSize, int
             f"device pool {blocks * options.block_size}; choose at most {most}, or give the pool more memory"
         )
     return size, options.max_model_len or most
+
+
+def _spoiled(plan: StepPlan, sampled: Sequence[Sampled]) -> frozenset[int]:
+    """Device blocks of the requests whose token could not be chosen: what is in them may be no numbers.
+
+    Raises:
+        Exception: the first one's, if it is so of all requests of the step, and none of them may still turn out to have
+            computed from a load that failed.
+    """
+    failed = [(at, result.error) for at, result in zip(plan.samples, sampled, strict=True) if result.error is not None]
+    if failed and len(failed) == len(plan.requests) and not plan.arriving:
+        raise failed[0][1]
+    spans = [plan.step.spans[at] for at, _ in failed]
+    return frozenset(block for span in spans for block in (*span.block_ids, *span.windowed_ids)) - {NO_BLOCK}

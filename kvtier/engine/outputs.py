@@ -26,11 +26,13 @@ class Sampled(NamedTuple):
 
     tokens: to be appended, in order: accepted draft tokens, then one more. logprobs: one for each, if asked for.
     candidates: instead of tokens, for beam search: the likeliest ones with their log-probabilities, best first.
+    error: why there is nothing, where choosing failed.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     candidates: tuple[tuple[int, float], ...] = ()
+    error: Exception | None = None
 
 
 @dataclass(slots=True)
@@ -92,6 +94,7 @@ class RequestOutput:
         logprobs: one for each output token, if asked for.
         prompt_logprobs: one for each prompt token but the first, which has none, if asked for.
         cumulative_logprob: sum over the output tokens, if asked for.
+        error: what went wrong, where the finish reason is `error`.
         others: where a caller gets one output per request: its other sequences, best first.
     """
 
@@ -106,6 +109,7 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     cumulative_logprob: float | None = None
+    error: Exception | None = None
     others: "tuple[RequestOutput, ...]" = ()
 
     @property

@@ -17,6 +17,10 @@ class Room:
     Only those behind in the order give way, so that whoever is ahead of all makes progress; which one of them is the
     victims' rule to say.
 
+    Sequences of one request and beams give way one by one, too. What they share stays in the device as long as one of
+    them runs, so that the others come back by a prefix hit and bring back their tails alone; and a group as a unit
+    could only come back once there is room for all of it. A search that misses a beam pauses (`BeamGroup`).
+
     Args:
         books: the scheduler's.
         victim: the largest key gives way first.

@@ -1,7 +1,7 @@
 """Runner: a step plan becomes tensors, a forward pass, sampled tokens. The engine's only room for torch."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -89,7 +89,7 @@ class Runner:
         worker.begin(plan)
 
     def compute(self, plan: StepPlan) -> list[Sampled]:
-        """The step; returns what was sampled for each of `plan.samples`."""
+        """The step; returns what was sampled for each of `plan.samples`, or why nothing was."""
         spans = self._pool.with_rows(plan.step.spans)
         if not spans:
             return []
@@ -115,13 +115,16 @@ class Runner:
                 )
             return self._chooser.choose(rows, logits)
 
-    def end(self, transfers: TransferPlan) -> TransferResults:
-        """After the step."""
+    def end(self, transfers: TransferPlan, spoiled: Collection[int] = ()) -> TransferResults:
+        """After the step. What holds one of the blocks `spoiled` is not saved: its save has failed."""
         if self._worker is None:
             return TransferResults()
-        if transfers.saves:
-            self._hand(self._worker, TransferPlan(saves=transfers.saves))
-        return self._worker.end()
+        saves = transfers.saves
+        if spoiled:
+            saves = {job: copies for job, copies in saves.items() if not any(one.block_id in spoiled for one in copies)}
+        if saves:
+            self._hand(self._worker, TransferPlan(saves=saves))
+        return self.cancel(transfers) if spoiled else self._worker.end()
 
     def cancel(self, transfers: TransferPlan) -> TransferResults:
         """Instead of `end`, after a step that failed: what the worker was not told of has failed, too."""
@@ -155,6 +158,11 @@ class Runner:
             config = self._model.config
             self._sparse = SparseAttention(self._attention, self._pool, config.heads, config.windows)
         return self._sparse
+
+    def fork(self, parent_id: str, child_id: str) -> None:
+        """A sequence goes on from another one's KV: it begins with what is known of that one's attention."""
+        if self._sparse is not None:
+            self._sparse.fork(parent_id, child_id)
 
     def forget(self, request_id: str) -> None:
         """A sequence has ended. Unknown ids are tolerated."""

@@ -118,6 +118,8 @@ def _from_likeliest(probabilities: Tensor, points: Tensor, params: Sequence[Samp
         width = min(vocab, 8 * width)
     kept = ((mass - weights) < goal[:, None]) & (torch.arange(width, device=device) < ranks[:, None])
     kept &= weights >= (floors * weights[:, 0])[:, None]
+    # A share of what top_k leaves may be too small a number to be told from 0.
+    kept[:, 0] = True
     total = mass.gather(1, kept.sum(dim=-1, keepdim=True) - 1).squeeze(1)
     return ids.gather(1, _invert(mass, total, points)[:, None]).squeeze(1)
 

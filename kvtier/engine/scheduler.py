@@ -307,6 +307,8 @@ class Scheduler:
     def update(self, plan: StepPlan, sampled: Sequence[Sampled], results: TransferResults) -> frozenset[str]:
         """The step was run; returns the requests for which it was to no avail, because a load failed within it.
 
+        Others for which nothing could be sampled end: what was computed of them is not published.
+
         Args:
             plan: of the earliest `schedule` that was not followed by this.
             sampled: one for each of `plan.samples`.
@@ -316,6 +318,9 @@ class Scheduler:
         began = self._under_way[plan.step.index][1]
         now = self._measure(plan)
         void = self._settle_loads(plan, now - began)
+        for at, result in zip(plan.samples, sampled, strict=True):
+            if result.error is not None and plan.requests[at].id not in void:
+                self.end(plan.requests[at].id, "error")
         for request, span in zip(plan.requests, plan.step.spans, strict=True):
             self.counters.computed += span.stop - span.start
             if request.id not in void:

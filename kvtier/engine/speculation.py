@@ -118,7 +118,7 @@ class Speculation:
         if luck.resting:
             luck.resting -= 1
             return None
-        count = min(luck.count, request.max_tokens - request.num_tokens - 1)
+        count = min(luck.count, self.most, request.max_tokens - request.num_tokens - 1)
         return Wish(request, count) if count > 0 else None
 
     def learn(self, outcomes: Sequence[tuple[Request, int, int]], seconds: float, *, decodes_only: bool) -> None:

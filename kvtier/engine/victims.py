@@ -39,8 +39,8 @@ class _Victims:
         return (inf if target is None else since + target - self.clock(), request.birth)
 
     def cost(self, request: Request) -> tuple[float, float]:
-        """Most blocks freed per second of bringing them back; blocks that others share free nothing."""
-        freed = sum(self.pool.references(block) == 1 for block in request.blocks.held)
+        """Most blocks freed per second of bringing them back, of those that are short; shared ones free nothing."""
+        freed = self.pool.shortest(self.pool.freed_by([request.blocks]))
         known = [self.steps.prefill_seconds(request.reach), self.loads.seconds(request.reach)]
         seconds = min((cost for cost in known if cost > 0), default=float(request.reach))
         return (freed / max(seconds, 1e-9), request.birth)

@@ -208,6 +208,10 @@ class MixedBlockPool(BlockPool):
         slots = sum(self._readers[block] == readers for block, readers in read.items())
         return Amount(super().freed_by(tables).blocks, slots)
 
+    def shortest(self, amount: Amount) -> int:
+        """See `BlockPool.shortest`."""
+        return amount.windowed if len(self._idle) < len(self._free) else amount.blocks
+
     def _owner(self, slot: int) -> int:
         return NO_BLOCK if slot == NO_BLOCK else self._owners[slot]
 

@@ -303,6 +303,10 @@ class BlockPool:
         held = Counter(block for table in tables for block in table.held)
         return Amount(sum(self.references(block) == holders for block, holders in held.items()))
 
+    def shortest(self, amount: Amount) -> int:
+        """Of an amount, how many it has of what fewest are free of."""
+        return amount.blocks
+
     def forget(self) -> int:
         """Drop the names of all blocks that nobody references; returns how many had one."""
         forgotten = [block_id for block_id in self._published.values() if self._references[block_id] == 0]

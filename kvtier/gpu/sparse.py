@@ -166,6 +166,12 @@ class SparseAttention:
         full = span.start // size
         return _Shown(span.block_ids[full : full + 1], span.start - full * size, span.stop - full * size)
 
+    def fork(self, parent_id: str, child_id: str) -> None:
+        """A sequence goes on from another one's KV: it chooses as that one would, until they differ."""
+        choice = self._choices.get(parent_id)
+        if choice is not None:
+            self._choices[child_id] = choice.copy()
+
     def forget(self, request_id: str) -> None:
         """The sequence has ended. Unknown ids are tolerated."""
         self._choices.pop(request_id, None)

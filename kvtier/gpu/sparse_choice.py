@@ -4,7 +4,8 @@ A choice is told of every step of its sequence (`follow`), may watch the queries
 positions (`choose`) and may learn how much attention they got (`learn`).
 """
 
-from typing import Protocol
+from copy import deepcopy
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -42,6 +43,10 @@ class Choice(Protocol):
 
     def learn(self, layer: int, places: Tensor, mass: Tensor) -> None:
         """The attention that the chosen blocks got, [kv_heads, budget]; only if `wants_mass`."""
+        ...
+
+    def copy(self) -> Self:
+        """A choice of another sequence, which goes on from this one's blocks."""
         ...
 
 
@@ -104,11 +109,16 @@ class QueryBounds:
     def learn(self, layer: int, places: Tensor, mass: Tensor) -> None:
         """Nothing is learnt."""
 
+    def copy(self) -> Self:
+        """See `Choice.copy`."""
+        return deepcopy(self, {id(self._scores): self._scores})
+
 
 class HeavyHitters:
     """`h2o`: each KV head keeps the blocks that got most attention so far; what it gave up never comes back.
 
-    The prompt's latest queries are the beginning of the sums.
+    The prompt's latest queries are the beginning of the sums. A token that is computed once more (by a fork, or after
+    a preemption) has been summed up already.
 
     mass       [layers, kv_heads, places]; minus infinity where a block was given up
     """
@@ -119,11 +129,13 @@ class HeavyHitters:
         self.ready = False
         self._scores = scores
         self._count = 0
+        self._seen = self._fresh = 0  # tokens whose queries came by; those of this step that had not before
         self._mass = torch.zeros(len(pool.group.layers), pool.group.kv_heads, 0, device=pool.device)
 
     def follow(self, blocks: Tensor, stop: int) -> None:
         """See `Choice.follow`."""
         self._count = len(blocks)
+        self._fresh, self._seen = max(0, stop - self._seen), max(stop, self._seen)
         missing = len(blocks) - self._mass.shape[2]
         if missing > 0:
             self._mass = torch.nn.functional.pad(self._mass, (0, 2 * missing))
@@ -131,7 +143,9 @@ class HeavyHitters:
     def watch(self, layer: int, q: Tensor, blocks: Tensor, stop: int) -> None:
         """Sum up the attention of the latest queries over each block."""
         self.ready = True
-        self._mass[layer, :, : len(blocks)] += self._scores.mass(layer, q[:, :, -_WATCHED_QUERIES:], blocks, stop)
+        count = min(_WATCHED_QUERIES, self._fresh)
+        if count:
+            self._mass[layer, :, : len(blocks)] += self._scores.mass(layer, q[:, :, -count:], blocks, stop)
 
     def choose(self, layer: int, q: Tensor, budget: int, sink: int, recent: int) -> Tensor:
         """See `Choice.choose`."""
@@ -145,6 +159,10 @@ class HeavyHitters:
     def learn(self, layer: int, places: Tensor, mass: Tensor) -> None:
         """See `Choice.learn`."""
         self._mass[layer].scatter_add_(1, places, mass)
+
+    def copy(self) -> Self:
+        """See `Choice.copy`."""
+        return deepcopy(self, {id(self._scores): self._scores})
 
 
 def best_places(scores: Tensor, budget: int, sink: int, recent: int) -> Tensor:

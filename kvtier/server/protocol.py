@@ -5,7 +5,7 @@ Fields beyond OpenAI's are kvtier's own; its Python client sends them in `extra_
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo
 
 from kvtier.engine.sparse import SparseKind
 from kvtier.hints import Reuse
@@ -63,9 +63,12 @@ def _is_stop(value: object) -> bool:
     return isinstance(value, str) and len(value) <= _MAX_STOP
 
 
-def _content(value: object) -> str:
+def _content(value: object, info: ValidationInfo) -> str:
     if isinstance(value, str):
         return value
+    # What an assistant said may be nothing: clients send it back as they got it.
+    if value is None and info.data.get("role") == "assistant":
+        return ""
     if not isinstance(value, list):
         raise ValueError("expected a text, or a list of parts {type: 'text', text}")  # noqa: TRY004 - see _whole
     texts = []
@@ -187,7 +190,7 @@ class Message(_Body):
     """One message of a conversation. `developer` is OpenAI's newer word for `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict[str, Any]])]
+    content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[dict[str, Any]] | None)]
     name: str | None = None
 
     tool_calls: _Refused = None

@@ -1,5 +1,6 @@
 """From what a request says to `SamplingParams` and `RequestHints`. What was not said keeps the engine's default."""
 
+import re
 from typing import Any
 
 from kvtier.engine.params import SamplingParams
@@ -13,6 +14,9 @@ __all__ = ["chat_params", "completion_params", "request_hints"]
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default for completions; chats have no limit but the context."""
+
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
+_SHOWN = 40
 
 _AS_IT_IS = frozenset(
     {
@@ -122,11 +126,12 @@ def _common(body: SamplingBody) -> dict[str, Any]:
 
 
 def _biases(biases: dict[str, float]) -> dict[int, float]:
-    # JSON has no integer keys.
-    try:
-        return {int(token): bias for token, bias in biases.items()}
-    except ValueError as error:
-        raise ApiError(400, f"logit_bias: expected token ids as keys: {error}", param="logit_bias") from error
+    # JSON has no integer keys; `int` reads more than the decimal numbers that are one's spelling of a token id.
+    for token in biases:
+        if _TOKEN_ID.fullmatch(token) is None:
+            message = f"logit_bias: {token[:_SHOWN]!r}: expected token ids as keys, in decimal digits"
+            raise ApiError(400, message, param="logit_bias")
+    return {int(token): bias for token, bias in biases.items()}
 
 
 def _sparse(sparse: SparseKv) -> Sparse:

@@ -1,7 +1,8 @@
 """Architecture name -> model class, and `load_model`, which makes a checkpoint ready to run."""
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -17,6 +18,8 @@ from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ModelError
 
 __all__ = ["MODELS", "LoadedModel", "load_model", "preferred_dtype"]
+
+_log = logging.getLogger(__name__)
 
 MODELS: dict[str, Callable[[Weights, torch.dtype, torch.device, WeightFormat], CausalLM]] = {
     "LlamaForCausalLM": Decoder,
@@ -83,7 +86,16 @@ def load_model(
     target = torch.device(device)
     checkpoint = load_weights(Path(source))
     chosen = dtype or preferred_dtype(checkpoint.config, target)
-    tokenizer = checkpoint.tokenizer()
+    tokenizer = _with_reachable_ends(checkpoint.tokenizer(), checkpoint.config.vocab, source)
     model = MODELS[checkpoint.config.architecture](checkpoint, chosen, target, weights)
     name = checkpoint.fingerprint if weights == "auto" else f"{checkpoint.fingerprint}-{weights}"
     return LoadedModel(model, checkpoint.config, tokenizer, name)
+
+
+def _with_reachable_ends(tokenizer: Tokenizer, vocab: int, source: Path | str) -> Tokenizer:
+    """The tokenizer without end-of-sequence tokens that the model cannot choose; files name such ones."""
+    beyond = sorted(token for token in tokenizer.eos_ids if not 0 <= token < vocab)
+    if not beyond:
+        return tokenizer
+    _log.warning("%s: end-of-sequence tokens %s are ignored: the model's are 0..%d", source, beyond, vocab - 1)
+    return replace(tokenizer, eos_ids=tokenizer.eos_ids - frozenset(beyond))
