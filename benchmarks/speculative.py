@@ -4,16 +4,16 @@
 
 `repeating`   a passage and its first third again, greedy: the model goes on copying
 `prose`       a passage and the beginning of something else, greedy: a small model's prose comes to repeat itself
-`elsewhere`   the same prompts, drawn at temperature 1: text that neither repeats its prompt nor itself, on which guesses
-              are to be given up
+`elsewhere`   the same prompts, drawn at temperature 1: text that repeats neither its prompt nor itself, on which
+              guesses are to be given up
 
 The default model, bf16, 2 threads, one request at a time, the same requests with and without guesses in alternating
 order (20 pairs, `--quick`: 6). Both give the same tokens, which is checked: a difference between the two is a tie in
 bf16, reported and not counted as a failure.
 
 Predictions, written before the first runs: repeating >= 1.8 x (a step with 9 rows costs about 1.5 steps with one, and
-brings up to 9 tokens), prose 0.99 to 1.05 x (it was 1.6 x). elsewhere 0.97 to 1.0 x, under a fifth of the guesses right:
-of 95 steps, those few have guesses that it takes to find out.
+brings up to 9 tokens), prose 0.99 to 1.05 x (it was 1.6 x); elsewhere 0.97 to 1.0 x, under a fifth of the
+guesses right: of 95 steps, those few have guesses that it takes to find out.
 """
 
 import statistics
