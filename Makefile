@@ -22,7 +22,7 @@ test: $(VENV)/.dev
 
 # Triton kernels, compiled ahead of time for devices that need not be here, and the copies on their simulator.
 kernels: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py --dry-run --quick
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py --dry-run
 
 # Remote tiers against real servers: Valkey from a wheel, moto's S3; SeaweedFS, TLS (redis-server) and network namespaces where
 # they are there. See docs/remote.md.

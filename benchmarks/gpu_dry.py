@@ -1,8 +1,12 @@
 """What of `gpu.py` can be checked without a GPU: kernels compile, copy paths keep their order, and what is to come."""
 
-import time
+import multiprocessing
+import os
 import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from gpu_copies import check_copies
@@ -14,51 +18,65 @@ from kvtier.testing.streams import SimulatedStreams
 
 __all__ = ["dry_run"]
 
-_ARCHES = (80, 90)
+# Shared memory that one program may have, in bytes.
+_SHARED_LIMITS = {80: 163 << 10, 90: 227 << 10}
+# Kernels whose products belong on tensor cores, unless their operands are float32.
+_MULTIPLY = frozenset({"decode", "prefill", "log_sums", "mass", "product"})
 _SEEDS = 8
-# Of these, `--quick` compiles a few kernels; of int8r and k8v4 none, which differ from them outside of the kernels, or
-# are one half of int8 and one of int4r.
-_SHAPES = ("int8.128x8", "fp8.128x8", "int4r.128x8", "bfloat16.96x1", "bfloat16.192x8")
+
+
+class _Compiled(NamedTuple):
+    """What compiling for one architecture came to: kernels, what is wrong with them, CPU seconds."""
+
+    count: int
+    wrong: list[str]
+    cpu_seconds: float
 
 
 def dry_run(report: Report, *, quick: bool) -> int:
     """Everything; 1 if something failed."""
-    failed = [*_compile(report, quick=quick), *_copy(report), *_engine(report)]
+    failed = [*_compile(report), *_copy(report), *_engine(report)]
     _announce(quick=quick)
     report.add(Result("gpu.dry.failed", len(failed), "checks", {"failed": failed}))
     report.write()
     return 1 if failed else 0
 
 
-def _compile(report: Report, *, quick: bool) -> list[str]:
-    """`gpu.dry.compiled`: kernels by architecture. Quick: those that are written differently."""
+def _compile(report: Report) -> list[str]:
+    """`gpu.dry.compiled`: kernels by architecture, each in a process of its own."""
     if not kernels.available():
         print("kernels: Triton is not installed (extra gpu); nothing is compiled")
         return []
-    catalog, gather = import_module("kvtier.gpu.kernels.catalog"), import_module("kvtier.gpu.streams.gather")
-    table, failed = torch.empty(3, 64, dtype=torch.int64, device="meta"), []
-    for arch in _ARCHES:
-        began, count = time.process_time(), 0
-        try:
-            compiled = catalog.compile_all(arch, _few if quick else bool)
-            compiled.append(catalog.compile_launch("runs", gather.runs_launch(table, 4096), arch))
-            count = len(compiled)
-        except Exception:  # noqa: BLE001 - the other architecture may compile
-            traceback.print_exc()
-            failed.append(f"compile.sm_{arch}")
-        params = {"arch": f"sm_{arch}", "cpu_s": round(time.process_time() - began, 1)}
-        report.add(Result("gpu.dry.compiled", count, "kernels", params))
+    failed, spawn = [], multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(_SHARED_LIMITS), mp_context=spawn) as processes:
+        for arch, compiled in zip(_SHARED_LIMITS, processes.map(_compile_for, _SHARED_LIMITS), strict=True):
+            failed += compiled.wrong
+            params = {"arch": f"sm_{arch}", "cpu_s": round(compiled.cpu_seconds, 1)}
+            report.add(Result("gpu.dry.compiled", compiled.count, "kernels", params))
     return failed
 
 
-def _few(name: str) -> bool:
-    kernel, *case = name.rsplit(".", 2)
-    shape = ".".join(case)
-    return (
-        shape in ("", "bfloat16.128x8")
-        or (kernel == "product" and shape in ("bfloat16.16", "bfloat16.512"))
-        or (kernel in ("decode.split", "prefill", "write") and shape in _SHAPES)
-    )
+def _compile_for(arch: int) -> _Compiled:
+    catalog, gather = import_module("kvtier.gpu.kernels.catalog"), import_module("kvtier.gpu.streams.gather")
+    table, began = torch.empty(3, 64, dtype=torch.int64, device="meta"), os.times()
+    try:
+        compiled = catalog.compile_all(arch)
+        compiled.append(catalog.compile_launch("runs", gather.runs_launch(table, 4096), arch))
+    except Exception:  # noqa: BLE001 - the other architecture may compile
+        traceback.print_exc()
+        return _Compiled(0, [f"compile.sm_{arch}"], 0.0)
+    # With those of Triton's assembler, which is a program of its own.
+    cpu_seconds = sum(os.times()[:4]) - sum(began[:4])
+    return _Compiled(len(compiled), [f"{name}.sm_{arch}" for name in _wrong(compiled, arch)], cpu_seconds)
+
+
+def _wrong(compiled: list[Any], arch: int) -> Iterator[str]:
+    """Kernels for another device, for more shared memory than there is, or whose products miss the tensor cores."""
+    for one in compiled:
+        multiplies = one.name.rpartition(".")[2] in _MULTIPLY and ".float32." not in one.name
+        fits = f".target sm_{arch}" in one.ptx and one.shared <= _SHARED_LIMITS[arch]
+        if not fits or (multiplies and "mma" not in one.ptx):
+            yield one.name
 
 
 def _copy(report: Report) -> list[str]:

@@ -1,13 +1,24 @@
-"""Everything at once on tiny pools and budgets: every request gets the output that it would have had alone."""
+"""Everything at once on tiny pools and budgets: every request gets the output that it would have had alone.
 
+As a script, more of the same: `test_engine_interleavings.py --lives 1000 [--seed 1000]`; every third model is mixed.
+"""
+
+import argparse
 import contextlib
 import random
+import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
+import torch
 from kvtier_engine import connect
 from patience import turns
 from tiny_model import TinyModel, tiny_model
@@ -191,7 +202,8 @@ def test_every_output_of_a_mixed_model_is_the_undisturbed_one(mixed: LoadedModel
     check(mixed, seed)
 
 
-def check(loaded: LoadedModel, seed: int) -> None:
+def check(loaded: LoadedModel, seed: int) -> int:
+    """One engine's life; how many requests were compared."""
     with contextlib.ExitStack() as stack:
         life = Life(loaded, random.Random(seed), stack)
         life.live()
@@ -206,3 +218,26 @@ def check(loaded: LoadedModel, seed: int) -> None:
                 assert (output.token_ids, output.text, output.finish_reason) == (
                     expected.token_ids, expected.text, expected.finish_reason,
                 ), (name, params)  # fmt: skip
+        return len(life.asked.keys() - life.cut)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lives", type=int, default=1000, help="engines, each with up to ten requests")
+    parser.add_argument("--seed", type=int, default=1000, help="of the first one; each has the next")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    models = [tiny_model(), tiny_model(), tiny_model((None, 6))]
+    compared, wrong = 0, []
+    for seed in range(chosen.seed, chosen.seed + chosen.lives):
+        try:
+            compared += check(models[seed % 3], seed)
+        except Exception:  # noqa: BLE001 - the next life may be right
+            traceback.print_exc()
+            wrong.append(seed)
+    print(f"lives {chosen.lives}, requests compared {compared}, wrong lives {len(wrong)}: {wrong}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

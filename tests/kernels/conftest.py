@@ -1,7 +1,7 @@
 """Kernel tests run in Triton's interpreter, and are skipped where Triton is not installed.
 
 `tests/conftest.py` sets TRITON_INTERPRET before anything is imported: the flag is read where a kernel is decorated, and
-outside of these tests nothing starts a kernel. `test_kernel_catalog.py` compiles in a process of its own, without it.
+outside of these tests nothing starts a kernel. They are compiled by `make kernels`, without it.
 """
 
 import pytest

@@ -10,6 +10,8 @@ from kvtier.gpu.kernels.rows import Code, raw_layer
 from kvtier.layout import GroupKind, LayerGroup, Layout
 
 CPU = torch.device("cpu")
+# Head_dim and query heads per KV head, as models have them: powers of two and not, the smallest group and the largest.
+SHAPES = [(64, 3), (80, 1), (128, 8), (192, 2), (256, 16)]
 
 
 class Span(NamedTuple):

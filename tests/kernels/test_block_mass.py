@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_world import coded_kv, draw, raw_kv, spans_of
+from kernel_world import SHAPES, coded_kv, draw, raw_kv, spans_of
 
 from kvtier.errors import FormatMismatch
 from kvtier.gpu.kernels.block_mass import block_mass, key_bounds
@@ -50,10 +50,14 @@ def test_queries_of_several_tiles():
     run([40], raw_kv(spans, kv_heads=1).key, spans, queries=37, group=3)
 
 
-@pytest.mark.parametrize("coding", ["int8r", "int4r"])
-def test_coded_keys(coding):
-    spans = spans_of([(0, 20)], 16, 32)
-    run([20], coded_kv(spans, coding).key, spans, queries=2, group=2)
+# Keys of k8v4 are those of int8.
+@pytest.mark.parametrize("coding", [None, "int8", "int8r", "fp8", "int4r"])
+@pytest.mark.parametrize(("head_dim", "group"), SHAPES)
+def test_every_coding_and_shape(coding, head_dim, group):
+    lengths = [2, 16, 17]
+    spans = spans_of([(0, length) for length in lengths], 16, 32)
+    kv = coded_kv(spans, coding, head_dim=head_dim) if coding else raw_kv(spans, head_dim=head_dim)
+    run(lengths, kv.key, spans, queries=2, group=group)
 
 
 @pytest.mark.parametrize(("block_size", "head_dim"), [(16, 64), (5, 80)])

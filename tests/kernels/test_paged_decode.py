@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_world import CPU, coded_kv, draw, raw_kv, spans_of
+from kernel_world import CPU, SHAPES, coded_kv, draw, raw_kv, spans_of
 
 from kvtier.errors import FormatMismatch
 from kvtier.gpu.kernels.batch import DecodeBatch
@@ -81,6 +81,13 @@ def test_coded_pools(coding, head_dim, splits):
     spans = make_spans([130, 17])
     kv = coded_kv(spans, coding, kv_heads=1, head_dim=head_dim)
     check(*decode(spans, kv, 3, splits=splits))
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize(("head_dim", "group"), SHAPES)
+def test_coded_pools_of_every_shape(coding, head_dim, group):
+    spans = make_spans([1, 16, 17])
+    check(*decode(spans, coded_kv(spans, coding, head_dim=head_dim), 2 * group))
 
 
 def test_layout_of_another_engine():

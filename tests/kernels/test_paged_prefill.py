@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from kernel_world import CPU, coded_kv, draw, raw_kv, spans_of
+from kernel_world import CPU, SHAPES, coded_kv, draw, raw_kv, spans_of
 
 from kvtier.errors import CapacityError, FormatMismatch
 from kvtier.gpu.kernels.batch import PrefillBatch
 from kvtier.gpu.kernels.paged_prefill import paged_prefill
+from kvtier.gpu.kernels.quantized_pool import CODINGS
 from kvtier.gpu.kernels.reference import attention
 
 
@@ -71,10 +72,18 @@ def test_every_block_size(block_size):
     check(*prefill(spans, raw_kv(spans, block_size=block_size), 2))
 
 
-@pytest.mark.parametrize("coding", ["int8r", "fp8", "k8v4", "int4r"])
+@pytest.mark.parametrize("coding", CODINGS)
 def test_coded_pools(coding):
     spans = spans_of([(60, 90), (0, 5)], 16, 32)
     check(*prefill(spans, coded_kv(spans, coding, kv_heads=1, head_dim=96), 3))
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+@pytest.mark.parametrize(("head_dim", "group"), SHAPES)
+def test_coded_pools_of_every_shape(coding, head_dim, group):
+    # An empty prefix that fills its block, one token, and a prefix that ends before, at and after a block's edge.
+    spans = spans_of([(0, 16), (0, 1), (15, 17), (16, 18), (17, 33)], 16, 32)
+    check(*prefill(spans, coded_kv(spans, coding, head_dim=head_dim), group))
 
 
 def test_other_rows_of_the_flat_batch_are_left_alone():

@@ -1,11 +1,25 @@
 """The scheduler under random rules, requests, forks, guesses, swaps, loads, failures, aborts and a tiny pool.
 
-Right outputs, no leak, progress.
+Right outputs, no leak, progress. As a script, more of the same: `test_scheduler_machine.py --examples 2000`.
 """
+
+import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from scheduler_device import VOCAB, continuation, digest
 from scheduler_world import RandomFate, Stored, World
 
@@ -31,6 +45,8 @@ PROMPTS = st.builds(lambda text, length: text[:length], st.sampled_from(TEXTS), 
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    examples = compared = 0
+
     @initialize(
         seed=st.integers(0, 2**32),
         blocks=st.integers(4, 14),
@@ -158,7 +174,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.at_rest()
             self.world.check_outputs()
             assert self.world.indices == list(range(len(self.world.indices)))
+            SchedulerMachine.examples += 1
+            SchedulerMachine.compared += sum(not name.startswith("lossy") for name in self.world.outputs)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--examples", type=int, default=2000, help="each of up to 40 rules")
+    chosen = parser.parse_args()
+    longer = settings(TestSchedulerMachine.settings, max_examples=chosen.examples, deadline=None)
+    # Ends with the smallest example that goes wrong, and how to repeat it.
+    run_state_machine_as_test(SchedulerMachine, settings=longer)
+    print(f"examples {SchedulerMachine.examples}, requests compared {SchedulerMachine.compared}, wrong 0")
+
+
+if __name__ == "__main__":
+    main()
