@@ -334,7 +334,11 @@ class LLM:
         self._engine.clear_device_cache()
 
     def clear_tier(self, name: str | None) -> None:
-        """Remove every block from one tier, or from all (None)."""
+        """Remove every block from one tier, or from all (None).
+
+        Raises:
+            ConfigError, BlocksRemain: see `TieredStore.clear`.
+        """
         if self.store is not None:
             self.store.clear(name)
 

@@ -3,7 +3,10 @@
 A cache miss is a return value, never an exception; a damaged block is a miss that is counted.
 """
 
+from collections.abc import Mapping
+
 __all__ = [
+    "BlocksRemain",
     "CapacityError",
     "ConfigError",
     "CorruptObject",
@@ -61,6 +64,21 @@ class TierFull(TierError):
 
 class TierTimeout(TierError):
     """A deadline passed before the tier answered."""
+
+
+class BlocksRemain(TierError):
+    """Blocks that were to go are still in some tiers, and may be served again; from all others they are gone.
+
+    Args:
+        tiers: names of those tiers, and why each kept them.
+        late: one of them gave no answer in time, and may still do it.
+    """
+
+    def __init__(self, tiers: Mapping[str, str], *, late: bool) -> None:
+        why = "; ".join(f"{name} ({error})" for name, error in tiers.items())
+        super().__init__(f"blocks remain in {why}: gone from all other tiers; do it again once these answer")
+        self.tiers = tuple(tiers)
+        self.late = late
 
 
 class CorruptObject(TierError):

@@ -126,7 +126,11 @@ class PageStore:
         return saved + [False] * (len(hashes) - len(saved))
 
     def clear(self) -> None:
-        """Remove all pages of this model, layout and salt, those of all ranks, from every tier."""
+        """Remove all pages of this model, layout and salt, those of all ranks, from every tier.
+
+        Raises:
+            BlocksRemain: see `TieredStore.clear`.
+        """
         self.store.clear(ns=self._ns)
 
     def close(self) -> None:

@@ -138,7 +138,7 @@ class KVTierStorage(HiCacheStorage):
         return self.pages.present(keys)
 
     def clear(self) -> None:
-        """Remove the pages of this model, as SGLang has it now, from every tier."""
+        """Remove the pages of this model, as SGLang has it now, from every tier; raises `BlocksRemain`."""
         self.pages.clear()
 
     def get_stats(self) -> Any:

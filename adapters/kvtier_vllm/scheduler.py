@@ -7,6 +7,7 @@ update_connector_output       completed
 request_finished              leave, finished
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 from kvtier.connector import ConnectorOptions, TierScheduler
 from kvtier.connector.sharing import RegionServer
 from kvtier.cpu import StagingRegion
-from kvtier.errors import ConfigError
+from kvtier.errors import BlocksRemain, ConfigError
 from kvtier.events import EventLog
 from kvtier.hooks import NO_BLOCK, Load, Match, Step, StepSpan, TransferPlan, TransferResults
 from kvtier.keys import Namespace, namespace_index, store_keys
@@ -29,6 +30,8 @@ from kvtier_vllm.settings import Settings
 from kvtier_vllm.stats import Figures, KVTierStats
 
 __all__ = ["SchedulerSide"]
+
+_log = logging.getLogger(__name__)
 
 _STAGING_BYTES = 64 << 20
 _STAGING_STEPS = 2
@@ -349,12 +352,16 @@ class SchedulerSide:
         return bool(self._ended) or self.hook.copying
 
     def reset(self) -> bool:
-        """Forget everything that is stored of this model. What runs goes on, and is not kept."""
+        """Forget all that is stored of this model; False: a tier keeps some. What runs goes on, and is not kept."""
         for request_id, tracked in list(self._requests.items()):
             tracked.done = 0
             if tracked.request.num_computed_tokens:
                 del self._requests[request_id]
-        self.hook.reset()
+        try:
+            self.hook.reset()
+        except BlocksRemain as error:
+            _log.error("the cache is not reset: %s", error)
+            return False
         return True
 
     def close(self) -> None:

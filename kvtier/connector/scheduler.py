@@ -358,6 +358,9 @@ class TierScheduler:
         """What is stored of this engine's KV, and what is on its way to the store, is of no more use: all of it goes.
 
         Waits for the tiers. Loads under way are not stopped.
+
+        Raises:
+            BlocksRemain: see `TieredStore.clear`.
         """
         self._saves.void()
         self._declined.clear()

@@ -92,10 +92,10 @@ def _keep_what_is_here() -> None:
 def _flushed(cache: Cache) -> bool:
     """Make everything as durable as it can be; whether all of it is."""
     cache.flush()
-    waiting = cache.waiting_bytes
-    if waiting:
-        _log.error("bytes that no lower tier took are lost", extra={"bytes": waiting})
-    return not waiting
+    waiting, untaken = cache.left_above()
+    if waiting or untaken:
+        _log.error("what no lower tier took is lost", extra={"waiting_bytes": waiting, "refused_blocks": untaken})
+    return not (waiting or untaken)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.errors import FormatMismatch
@@ -26,6 +26,8 @@ __all__ = ["Demoter"]
 
 _OWNER = OWN_WORK + "demote"
 _OWED = 1 << 16
+# Reasons that are the tier's: it failed, did not write, or had no room.
+_UNTAKEN = ("tier_error", "not_written", "refused")
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +64,8 @@ class Demoter:
         self._inflight = InFlight()
         self._queue: deque[list[tuple[Handle, Hint]]] = deque()
         self._queued: set[bytes] = set()
-        self._owed: OrderedDict[bytes, None] = OrderedDict()
+        # Why each was dropped.
+        self._owed: OrderedDict[bytes, str] = OrderedDict()
         self._bytes = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -158,12 +161,17 @@ class Demoter:
         with self._changed:
             return [key for key in keys if key in self._owed]
 
+    def untaken(self) -> list[bytes]:
+        """Of those, the ones that the tier was given and did not take."""
+        with self._changed:
+            return [key for key, reason in self._owed.items() if reason in _UNTAKEN]
+
     def _drop(self, reason: str, keys: Sequence[bytes]) -> None:
         if not keys:
             return
         self.port.drop(reason, len(keys))
         with self._changed:
-            self._owed.update(dict.fromkeys(keys))
+            self._owed.update(dict.fromkeys(keys, reason))
             while len(self._owed) > _OWED:
                 self._owed.popitem(last=False)
 
@@ -179,6 +187,12 @@ class Demoter:
                 if not self._changed.wait(self._patience):
                     return False
         return True
+
+    def passed(self, keys: Collection[bytes]) -> bool:
+        """Wait until none of these keys is being written; False: that takes the tier too long."""
+        going = self._inflight.going(keys)
+        self._inflight.wait(going, time.monotonic() + self._patience)
+        return all(event.is_set() for event in going)
 
     def forget(self, keys: Iterable[bytes] | None = None) -> None:
         """What of these keys (None: of all) is on its way was deleted: it does not arrive, or goes again at once."""
@@ -236,9 +250,7 @@ class Demoter:
                 _log.exception("demotion of %d blocks to %s died", len(mine), self.port.name)
             if not written:
                 self._drop("tier_error", [handle.ref.key for handle, _ in mine])
-            deleted = self._inflight.finish(refs)
-            if deleted:
-                self.port.remove(deleted)
+            self.port.take_back(self._inflight.finish(refs))
             self._gate.release(handles)
             with self._changed:
                 self._ended(handles)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from kvtier.tiers import BlockRef
@@ -71,6 +71,11 @@ class InFlight:
         with self._lock:
             going = {key for key, _ in self._events}
             self._deleted |= going if keys is None else going.intersection(keys)
+
+    def going(self, keys: Collection[bytes]) -> list[threading.Event]:
+        """The events of those of these keys that are in flight, see `Claim.theirs`."""
+        with self._lock:
+            return [event for (key, _), event in self._events.items() if key in keys]
 
     @staticmethod
     def wait(events: Iterable[threading.Event], deadline: float | None) -> None:

@@ -12,7 +12,7 @@ it from all processes; for others the store counts what it admits, from its star
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -262,8 +262,8 @@ class Placement:
 
     # ---- the whole
 
-    def settle(self) -> bool:
-        """Wait until everything that was decided so far is written or dropped; False: a tier makes no progress."""
+    def settle(self) -> list[str]:
+        """Wait until everything that was decided so far is written or dropped; which tiers make no progress."""
         done = threading.Event()
         self._lane.submit(self._count_lost)
         if self._lane.submit(done.set):
@@ -271,12 +271,24 @@ class Placement:
         hanging = [demoter.port.name for demoter in self._demoters if not demoter.drain()]
         for name in hanging:
             self._metrics.timeouts.labels(name, "drain").inc()
-        return not hanging
+        return hanging
 
     def forget(self, keys: Sequence[bytes] | None = None) -> None:
         """These keys (None: all) were deleted."""
         for demoter in self._demoters:
             demoter.forget(keys)
+
+    def passed(self, keys: Collection[bytes]) -> list[str]:
+        """Wait until none of these keys is being written; in which tiers one still is."""
+        return [demoter.port.name for demoter in self._demoters if not demoter.passed(keys)]
+
+    def untaken(self) -> int:
+        """How many blocks are in host alone because a tier that was given them did not take them."""
+        keys = list(dict.fromkeys(key for demoter in self._demoters for key in demoter.untaken()))
+        keys = _those(keys, self._gate.present(keys, exact=False), there=True)
+        for demoter in self._demoters:
+            keys = _those(keys, demoter.port.present(keys, exact=False), there=False)
+        return len(keys)
 
     @property
     def waiting_bytes(self) -> int:
@@ -287,6 +299,10 @@ class Placement:
         """Write what waits; returns the ports of tiers that hang. Idempotent."""
         self._lane.close(timeout)
         return [demoter.port for demoter in self._demoters if not demoter.close()]
+
+
+def _those(keys: Sequence[bytes], here: Sequence[bool], *, there: bool) -> list[bytes]:
+    return [key for key, found in zip(keys, here, strict=True) if found is there]
 
 
 def _with_ancestors(blocks: Sequence[Placed], verdicts: Sequence[bool]) -> set[bytes]:

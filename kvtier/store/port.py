@@ -7,11 +7,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from kvtier.breaker import Breaker
 from kvtier.cost import SpeedMeter
-from kvtier.errors import KVTierError, TierTimeout
+from kvtier.errors import KVTierError, TierError, TierTimeout
 from kvtier.metrics import Metrics
 from kvtier.store.gateway import GatewayTier
 from kvtier.store.lanes import Lane
@@ -162,9 +163,34 @@ class Port:
         return found
 
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
-        """Drop records; which of them were there."""
-        done = self.attempt("remove", lambda: self.tier.remove(keys).wait(self._patience), None)
-        return [False] * len(keys) if done is None else [status is Status.OK for status in done.statuses]
+        """Drop records; which of them were there.
+
+        Raises:
+            KVTierError: the tier failed, or did not answer in time, which is counted: any of them may still be there.
+        """
+        try:
+            statuses = self.tier.remove(keys).wait(self._patience).statuses
+            _require_answers("remove", statuses)
+        except KVTierError as error:
+            self._failed("remove", error)
+            raise
+        return [status is Status.OK for status in statuses]
+
+    def take_back(self, keys: Sequence[bytes]) -> None:
+        """Drop what arrived although it was deleted on its way; a failure is counted."""
+        if keys:
+            with suppress(KVTierError):
+                self.remove(keys)
+
+    def clear(self, ns: int | None) -> None:
+        """Remove every record of a namespace, or of all (None).
+
+        Raises:
+            KVTierError: see `remove`.
+        """
+        error = self.patiently("clear", lambda: _require_answers("clear", self.tier.clear(ns).wait().statuses))
+        if error is not None:
+            raise error
 
     def timed_out(self, operation: str, deadline: float | None = None, patience: float = math.inf) -> None:
         """An operation on this tier missed its deadline; whoever notices it first says so.
@@ -191,26 +217,46 @@ class Port:
         """End its threads; False: the tier hangs. Idempotent."""
         return self.lookups.close(timeout) and self.loads.close(timeout)
 
-    def patiently(self, operation: str, call: Callable[[], object]) -> None:
-        """Make a rare call that may hang, in a thread of its own, and wait for it as long as for any load."""
-        thread = threading.Thread(
-            target=lambda: self.attempt(operation, call, None), name=f"kvtier-{operation}-{self.name}", daemon=True
-        )
+    def patiently(self, operation: str, call: Callable[[], object]) -> KVTierError | None:
+        """Make a rare call that may hang, in a thread of its own, and wait for it as long as for any load.
+
+        Returns:
+            Why it was not done, which is counted; None: it was.
+        """
+        errors: list[KVTierError | None] = []
+
+        def run() -> None:
+            try:
+                call()
+            except KVTierError as error:
+                self._failed(operation, error)
+                errors.append(error)
+            else:
+                errors.append(None)
+
+        thread = threading.Thread(target=run, name=f"kvtier-{operation}-{self.name}", daemon=True)
         thread.start()
         thread.join(self._patience)
         if thread.is_alive():
             self.timed_out(operation)
+            return TierTimeout(f"{operation} not done within {self._patience:g} s; it goes on")
+        # A defect of the tier ended the thread, which told it.
+        return errors[0] if errors else TierError(f"{operation} died")
 
     def attempt(self, operation: str, call: Callable[[], _T], otherwise: _T) -> _T:
         """The call's result, or `otherwise` if the tier fails, which is counted."""
         try:
             return call()
-        except TierTimeout:
-            self.timed_out(operation)
         except KVTierError as error:
-            self._metrics.errors.labels(self.name, operation).inc()
-            _log.log(self._loudness(operation), "%s on tier %s failed: %s", operation, self.name, error)
+            self._failed(operation, error)
         return otherwise
+
+    def _failed(self, operation: str, error: KVTierError) -> None:
+        if isinstance(error, TierTimeout):
+            self.timed_out(operation)
+            return
+        self._metrics.errors.labels(self.name, operation).inc()
+        _log.log(self._loudness(operation), "%s on tier %s failed: %s", operation, self.name, error)
 
     def _loudness(self, operation: str) -> int:
         """A tier that keeps failing is worth a warning now and then; the counter has them all."""
@@ -224,3 +270,8 @@ class Port:
         """Count blocks that this tier did not take."""
         if count:
             self._metrics.dropped_blocks.labels(self.name, reason).inc(count)
+
+
+def _require_answers(operation: str, statuses: Sequence[Status]) -> None:
+    if Status.TIMEOUT in statuses:
+        raise TierTimeout(f"{operation} not done in time")

@@ -142,9 +142,7 @@ class Promoter:
             if moving:
                 full = port.attempt("promote", lambda: self._copy_held(port, lease, moving, deadline), False)
         finally:
-            deleted = self._inflight.finish([refs[place] for place in own])
-            if deleted:
-                self._gate.remove(deleted)
+            self._gate.take_back(self._inflight.finish([refs[place] for place in own]))
         if claim.theirs:
             self._metrics.joined.labels("load").inc(len(claim.theirs))
             self._inflight.wait(claim.theirs, deadline)

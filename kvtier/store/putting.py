@@ -110,9 +110,7 @@ class Putter:
             if done is not None:
                 stored, bad = done
         finally:
-            deleted = self._inflight.finish([item.target.ref for item in claimed])
-            if deleted:
-                self._gate.remove(deleted)
+            self._gate.take_back(self._inflight.finish([item.target.ref for item in claimed]))
         good = [Placed(item.ref, item.data.nbytes, item.hint) for item in items if item.ref.key not in bad]
         self._placement.stored(good)
         self._placement.arrived(len(claimed))

@@ -34,6 +34,7 @@ from kvtier.store.private import PrivateObjects
 from kvtier.store.promotion import Promoter
 from kvtier.store.putting import Putter, Received
 from kvtier.store.recoding import Recoder
+from kvtier.store.removal import Removal
 from kvtier.store.results import Located, PutOutcome, PutResult, StoreMatch
 from kvtier.store.sessions import SessionBook, Turns
 from kvtier.tiers import OWN_WORK, BlockRef, Owner, Tier
@@ -445,18 +446,24 @@ class TieredStore:
 
         Returns:
             How many of the keys were in some tier.
+
+        Raises:
+            BlocksRemain: a tier failed or gave no answer; from the others they are gone.
         """
         self._barrier()
         self._inflight.delete(keys)
         self._placement.forget(keys)
-        there = [False] * len(keys)
+        gone, (gate, *_) = frozenset(keys), self._ports
+        removal = Removal(self._placement.passed(gone))
+        there = nowhere = [False] * len(keys)
         for port in self._ports:
-            there = [before or now for before, now in zip(there, port.remove(keys), strict=True)]
-        gone = frozenset(keys)
+            here = removal.of(port, partial(port.remove, keys), nowhere)
+            there = [before or now for before, now in zip(there, here, strict=True)]
         self._leases.delete(lambda ref: ref.key in gone)
         # And again, from host: a load that began before its lease knew has arrived by now, or is in flight.
         self._inflight.delete(keys)
-        self._ports[0].remove(keys)
+        removal.of(gate, partial(gate.remove, keys), nowhere)
+        removal.finish()
         return sum(there)
 
     def clear(self, tier_name: str | None = None, *, ns: int | None = None) -> None:
@@ -464,23 +471,26 @@ class TieredStore:
 
         Raises:
             ConfigError: there is no tier of that name.
+            BlocksRemain: a tier failed, or was not done within `StoreOptions.load_deadline`; the others are cleared.
         """
         names = [tier.name for tier in self.tiers]
         if tier_name not in (None, *names):
             raise ConfigError(f"no tier {tier_name!r}: expected one of {', '.join(names)}; a namespace goes to ns=")
-        self.settle()
+        chosen = [port for port in self._ports if tier_name in (None, port.name)]
+        hanging = self._settled()
+        removal = Removal(port.name for port in chosen if port.name in hanging)
         if tier_name in (None, self.host.name):
             self._inflight.delete()
         if tier_name is None and ns is None:
             self._placement.forget()
-        for port in self._ports:
-            if tier_name in (None, port.name):
-                port.patiently("clear", partial(_clear, port.tier, ns))
+        for port in chosen:
+            removal.of(port, partial(port.clear, ns), None)
         if tier_name is None and self.lower:
             # As in `delete`.
             self._leases.delete(lambda ref: ns in (None, ref.ns))
             self._inflight.delete()
-            self._ports[0].patiently("clear", partial(_clear, self.host, ns))
+            removal.of(self._ports[0], partial(self._ports[0].clear, ns), None)
+        removal.finish()
 
     # ---- the whole
 
@@ -499,6 +509,9 @@ class TieredStore:
         Returns:
             False where a tier made no progress for `StoreOptions.load_deadline`: it is not waited for any longer.
         """
+        return not self._settled()
+
+    def _settled(self) -> list[str]:
         self._barrier()
         return self._placement.settle()
 
@@ -520,6 +533,13 @@ class TieredStore:
     def waiting_bytes(self) -> int:
         """Of host, waiting for lower tiers."""
         return self._placement.waiting_bytes
+
+    def untaken(self) -> int:
+        """How many blocks are in host alone because lower tiers that were given them failed, or had no room.
+
+        Remote tiers are asked, and waited for.
+        """
+        return self._placement.untaken()
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Counters and gauges by tier name, and under `store`: leases, pins, waiting_bytes and sessions.
@@ -566,10 +586,6 @@ class TieredStore:
         self._deadlines.after(_TICK_SECONDS, self._tick)
         for session, keys in self._turns.due():
             self.prefetch(keys, f"{OWN_WORK}session.{session}")
-
-
-def _clear(tier: Tier, ns: int | None) -> None:
-    tier.clear(ns).wait()
 
 
 def _check_parts(keys: Sequence[bytes], parts: int) -> None:

@@ -136,10 +136,12 @@ class PeerBackend:
         """A service does not list its blocks.
 
         Raises:
-            TierUnavailable: always, with the namespaces that can be cleared there.
+            TierUnavailable: always, with the namespaces that can be cleared there, for all who share the prefix.
         """
         spaces = " and ".join(self._namespaces.values())
-        raise TierUnavailable(f"{self.name} does not list its blocks: clear the namespaces {spaces} there")
+        raise TierUnavailable(
+            f"{self.name} does not list its blocks: clear the namespaces {spaces} there, or delete keys"
+        )
 
     def stats(self, deadline: float) -> BackendStats:
         """See `Backend.stats`: of the token's tenant, all of its tiers together."""

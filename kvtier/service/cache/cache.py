@@ -187,7 +187,7 @@ class Cache:
         """Remove all blocks of a namespace from every tier. Scope write.
 
         Raises:
-            ServiceError: forbidden, unknown_namespace.
+            ServiceError: forbidden, unknown_namespace; timeout, unavailable: blocks remain in a tier.
         """
         with self._calls.call("clear_namespace", caller):
             tenant, space = self._space(caller, Scope.WRITE, name)
@@ -197,7 +197,8 @@ class Cache:
         """Remove a namespace and all of its blocks. Scope write.
 
         Raises:
-            ServiceError: forbidden, unknown_namespace.
+            ServiceError: forbidden, unknown_namespace; timeout, unavailable: blocks remain in a tier; busy: nothing can
+                be written to the state. In all of these cases the namespace remains, too.
         """
         with self._calls.call("drop_namespace", caller):
             tenant, space = self._space(caller, Scope.WRITE, name)
@@ -392,7 +393,7 @@ class Cache:
             How many of the keys had a part anywhere.
 
         Raises:
-            ServiceError: forbidden, unknown_namespace, invalid, too_large.
+            ServiceError: forbidden, unknown_namespace, invalid, too_large; timeout, unavailable: see `clear_namespace`.
         """
         with self._calls.call("delete", caller):
             tenant, space = self._space(caller, Scope.WRITE, ns)
@@ -551,10 +552,10 @@ class Cache:
         """Calls that run, and readings that are open."""
         return self._calls.underway + sum(tenant.leases for tenant in self._tenants.values())
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes in host that wait for lower tiers."""
-        return sum(tenant.store.waiting_bytes for tenant in self._tenants.values())
+    def left_above(self) -> tuple[int, int]:
+        """Bytes in host that wait for lower tiers, and how many parts of blocks these did not take; asks the tiers."""
+        stores = [tenant.store for tenant in self._tenants.values()]
+        return sum(store.waiting_bytes for store in stores), sum(store.untaken() for store in stores)
 
     # ---- scope admin
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from kvtier.errors import ConfigError, FormatMismatch, LeaseError, RequestError, TierUnavailable
+from kvtier.errors import BlocksRemain, ConfigError, FormatMismatch, LeaseError, RequestError, TierUnavailable
 from kvtier.service.cache.callers import Caller
 from kvtier.service.cache.errors import ServiceError
 from kvtier.service.cache.telemetry import Telemetry
@@ -17,6 +17,7 @@ __all__ = ["Calls"]
 
 _T = TypeVar("_T")
 _RETRY_SECONDS = 5.0
+_SOON_SECONDS = 1.0
 
 
 class Calls:
@@ -37,7 +38,8 @@ class Calls:
         """One call that ends with the block; `always`: while draining, too.
 
         Raises:
-            ServiceError: draining; or invalid, for what the store refuses of a caller's values.
+            ServiceError: draining; invalid, for what the store refuses of a caller's values; timeout or unavailable,
+                where blocks that were to go remain in a tier.
         """
         start = time.perf_counter()
         outcome = "ok"
@@ -113,6 +115,8 @@ def _told(error: BaseException) -> BaseException:
         return ServiceError("invalid", str(error))
     if isinstance(error, TierUnavailable):
         return ServiceError("draining", str(error), retry_after=_RETRY_SECONDS)
+    if isinstance(error, BlocksRemain):
+        return ServiceError("timeout" if error.late else "unavailable", str(error), retry_after=_SOON_SECONDS)
     return error
 
 

@@ -22,6 +22,7 @@ Code: TypeAlias = Literal[
     "wrong_digest",
     "busy",
     "draining",
+    "unavailable",
     "timeout",
     "quota_exceeded",
 ]
@@ -42,6 +43,7 @@ STATUSES: dict[Code, int] = {
     "wrong_digest": 422,
     "busy": 503,
     "draining": 503,
+    "unavailable": 503,
     "timeout": 504,
     "quota_exceeded": 507,
 }
@@ -49,7 +51,7 @@ STATUSES: dict[Code, int] = {
 
 
 class ServiceError(KVTierError):
-    """Ends a call. Nothing was changed by it.
+    """Ends a call. Nothing was changed by it, but for a removal, which some tiers have done where others have not.
 
     Args:
         code: what programs tell refusals apart by.

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.config import ServiceSettings, TieringSettings
-from kvtier.errors import ConfigError
+from kvtier.errors import BlocksRemain, ConfigError
 from kvtier.events import EventLog
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeTier
@@ -212,32 +212,48 @@ class Tenant:
         return held
 
     def clear(self, space: OpenNamespace) -> None:
-        """Remove all of its blocks from every tier."""
+        """Remove all of its blocks from every tier.
+
+        Raises:
+            BlocksRemain: see `TieredStore.clear`.
+        """
+        remain: BlocksRemain | None = None
         for index in space.indices:
-            self.store.clear(ns=index)
+            try:
+                self.store.clear(ns=index)
+            except BlocksRemain as error:
+                remain = error
+        if remain is not None:
+            raise remain
 
     def drop(self, space: OpenNamespace) -> None:
         """Remove a namespace and its blocks.
 
         Raises:
-            ServiceError: busy.
+            ServiceError: busy: it is empty, and stays.
+            BlocksRemain: it stays, too: another one of its name would find them.
         """
+        name = space.spec.name
         with self._naming:
-            if self._spaces.get(space.spec.name) is not space:
+            if self._spaces.get(name) is not space:
                 return
             self._leaving.sweep()
-            self._end(space)
+            # No call finds it any more; it ends when its blocks have.
+            del self._spaces[name]
             try:
                 self.clear(space)
-            finally:
-                # Only now: what was cleared is told in its name.
-                self._left(space)
+                self._end(space)
+            except BaseException:
+                self._spaces[name] = space
+                raise
+            # Only now: what was cleared is told in its name.
+            self._left(space)
 
     def _end(self, space: OpenNamespace) -> None:
-        rest = {name: known for name, known in self._known.namespaces.items() if name != space.spec.name}
-        self._keep(rest)
-        self._spaces.pop(space.spec.name)
-        self.traffic.leave(space.spec.name)
+        name = space.spec.name
+        self._keep({other: known for other, known in self._known.namespaces.items() if other != name})
+        self._spaces.pop(name, None)
+        self.traffic.leave(name)
 
     def _left(self, space: OpenNamespace) -> None:
         for index in space.indices:

@@ -102,7 +102,7 @@ def _add_keyed(router: APIRouter, cache: Cache) -> None:
         keys, tiers = cache.match_tokens(caller, ns, body.tokens, extras, lossy=body.lossy)
         return MatchAnswer(blocks=len(tiers), tiers=list(tiers), keys=[key.hex() for key in keys])
 
-    @router.post(_PATH + "delete", responses=refusals("unknown_namespace", "timeout", body=True))
+    @router.post(_PATH + "delete", responses=refusals("unknown_namespace", "unavailable", "timeout", body=True))
     def delete_blocks(caller: CallerOf, ns: Ns, body: KeysBody) -> DeleteAnswer:
         """Remove blocks, all their parts, and what descends from them."""
         return DeleteAnswer(deleted=cache.delete(caller, ns, body.packed()))

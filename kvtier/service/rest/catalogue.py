@@ -34,12 +34,18 @@ def namespace_routes(service: Service) -> APIRouter:
         """One namespace and its figures."""
         return NamespaceAnswer.of(cache.namespace(caller, ns))
 
-    @router.post("/v1/namespaces/{ns:part}:clear", status_code=204, responses=refusals("unknown_namespace", "timeout"))
+    @router.post(
+        "/v1/namespaces/{ns:part}:clear",
+        status_code=204,
+        responses=refusals("unknown_namespace", "unavailable", "timeout"),
+    )
     def clear_namespace(caller: CallerOf, ns: Ns) -> None:
         """Remove all of its blocks from every tier."""
         cache.clear_namespace(caller, ns)
 
-    @router.delete("/v1/namespaces/{ns:part}", status_code=204, responses=refusals("unknown_namespace", "timeout"))
+    @router.delete(
+        "/v1/namespaces/{ns:part}", status_code=204, responses=refusals("unknown_namespace", "unavailable", "timeout")
+    )
     def drop_namespace(caller: CallerOf, ns: Ns) -> None:
         """Remove a namespace and all of its blocks."""
         cache.drop_namespace(caller, ns)

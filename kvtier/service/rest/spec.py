@@ -54,7 +54,8 @@ _TEXTS = {
     "internal": "The service failed",
     "busy": "Too much is under way: come back after Retry-After",
     "draining": "The service shuts down: come back after Retry-After, or ask another one",
-    "timeout": "Not done within the deadline",
+    "unavailable": "A tier could not do it: blocks that were to go are still there, and may be found again",
+    "timeout": "Not done within the deadline; where blocks were to go, some may still be there",
     "quota_exceeded": "The tenant's quota has no room; nothing was stored",
 }
 _ALWAYS = ("invalid", "unauthorized", "forbidden", "too_large_head", "internal", "busy", "draining")

@@ -66,7 +66,7 @@ def test_flush_brings_what_was_put_to_the_disk(cache):
     put(cache, chain(5))
     cache.flush(CHOSEN)
     assert cache.stats(LOCAL).tenants[0].tiers["nvme"]["blocks"] == 5
-    assert cache.waiting_bytes == 0
+    assert cache.left_above() == (0, 0)
 
 
 def test_compact_drops_what_is_damaged_on_disk(cache, tmp_path):
