@@ -63,7 +63,10 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What META.json says. `durable`: every writer since the last clean close synchronised its commits."""
+    """What META.json says.
+
+    durable: every writer since the last clean close synchronised its commits. index: what the index's file was then.
+    """
 
     version: int
     uuid: str
@@ -72,6 +75,7 @@ class Meta:
     clean: bool = True
     durable: bool = True
     damaged: bool = False
+    index: str = ""
 
 
 def read_meta(path: Path) -> Meta | None:
@@ -93,6 +97,8 @@ def read_meta(path: Path) -> Meta | None:
             "use another directory, or remove this one"
         )
     try:
+        # Directories of earlier releases do not say what the index was.
+        data.setdefault("index", "")
         meta = Meta(**{field.name: data[field.name] for field in fields(Meta)})
         sound = len(bytes.fromhex(meta.uuid)) == 16 and meta.segment_bytes >= PAGE and meta.segment_bytes % PAGE == 0
     except (KeyError, TypeError, ValueError) as error:
@@ -203,6 +209,18 @@ class Directory:
             return "the machine was restarted while it was open, and it was not opened as durable"
         return ""
 
+    def index_touched(self) -> bool:
+        """Whether the index may be another than the last one to close it left; so it is after a writer's death."""
+        return not self.meta.clean or self.meta.index != self._index_state()
+
+    def _index_state(self) -> str:
+        """Changes with every change of the index's file, also one that hides the time of it."""
+        try:
+            status = (self.path / "index" / "data.mdb").stat()
+        except FileNotFoundError:
+            return ""
+        return f"{status.st_ino}:{status.st_size}:{status.st_ctime_ns}"
+
     def wipe(self) -> None:
         """Remove all contents and start a new identity. Only for the one process that has it open."""
         for entry in self.path.iterdir():
@@ -228,7 +246,7 @@ class Directory:
         meta = read_meta(self.path / "META.json")
         if meta is not None:
             marked = replace(meta, damaged=meta.damaged or damaged)
-            self._store(replace(marked, clean=True) if clean and last else marked)
+            self._store(replace(marked, clean=True, index=self._index_state()) if clean and last else marked)
         self._forget_writer()
 
     def disinherit(self) -> None:

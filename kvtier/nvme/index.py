@@ -1,6 +1,7 @@
 """The index: an LMDB environment that survives what LMDB does not forgive.
 
-* A truncated data file kills the process with SIGBUS: its size is checked before it is opened.
+* A truncated data file kills the process with SIGBUS, a wrong page by an assertion: `kvtier.nvme.pages` reads the file
+  before it is opened. What happens to it while it is open cannot be fended off.
 * Another process that enlarges the map makes `begin` fail: the new size is adopted, with no transaction open.
 * A full map stays full, whatever is deleted: the map is enlarged, and this one transaction counts as refused.
 * One long reader makes the file grow without end: transactions live for one batch of look-ups.
@@ -19,15 +20,14 @@ from typing import Any
 import lmdb
 
 from kvtier.errors import CorruptObject, TierError, TierFull, TierUnavailable
-from kvtier.nvme.extents import PAGE
 from kvtier.nvme.ledger import DATABASES, Ledger, Names
+from kvtier.nvme.pages import DamagedIndex
 
-__all__ = ["DamagedIndex", "Index", "map_bytes_for", "missing_bytes"]
+__all__ = ["Index", "map_bytes_for"]
 
 _BYTES_PER_ENTRY = 256
 _SLACK = 64 << 20
 _READERS = 1024
-_META_MAGIC = 0xBEEFC0DE
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _DAMAGE = (
     lmdb.BadDbiError,
@@ -38,37 +38,13 @@ _DAMAGE = (
     lmdb.PageNotFoundError,
     lmdb.PanicError,
     lmdb.VersionMismatchError,
+    struct.error,  # a record of another size than any that was written
 )
-
-
-class DamagedIndex(CorruptObject, TierUnavailable):
-    """The index cannot be read any more. Opening the directory again starts it empty."""
 
 
 def map_bytes_for(pages: int) -> int:
     """Map size for the largest index that so many pages can need; only address space until it is used."""
     return _SLACK + pages * _BYTES_PER_ENTRY * 5 // 4
-
-
-def missing_bytes(data_file: Path) -> int:
-    """By how many bytes an LMDB data file is shorter than its newest meta page says; 0 if it is whole or absent.
-
-    Raises:
-        DamagedIndex: it has no meta page.
-    """
-    if not data_file.exists():
-        return 0
-    with data_file.open("rb") as file:
-        first = file.read(PAGE)
-        # page header: 16 bytes; magic, version, address, map size: 24; free db, main db: 96; last page, txn id
-        if len(first) < PAGE or struct.unpack_from("<I", first, 16)[0] != _META_MAGIC:
-            raise DamagedIndex(f"{data_file} is no LMDB file")
-        page_bytes = struct.unpack_from("<I", first, 40)[0]
-        file.seek(page_bytes)
-        second = file.read(PAGE)
-    metas = [struct.unpack_from("<QQ", page, 136) for page in (first, second) if len(page) == PAGE]
-    last_page = max(metas, key=lambda meta: meta[1])[0]
-    return max(0, (int(last_page) + 1) * int(page_bytes) - data_file.stat().st_size)
 
 
 class Index:
@@ -222,17 +198,6 @@ class Index:
                 self._gate.notify_all()
 
     # ---- the whole
-
-    def verify(self) -> None:
-        """Read every page. Raises `DamagedIndex` if one of them is damaged."""
-        with self._translated():
-            txn = self._begin(None)
-            try:
-                for db in self._dbs.values():
-                    sum(1 for _ in txn.cursor(db))
-            finally:
-                txn.abort()
-                self._leave()
 
     def flush(self) -> None:
         """Write everything committed to the disk."""

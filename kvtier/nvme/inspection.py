@@ -20,9 +20,11 @@ from kvtier.nvme.checking import check_directory
 from kvtier.nvme.counting import Counts
 from kvtier.nvme.directory import FORMAT_VERSION, Directory, read_meta
 from kvtier.nvme.extents import PAGE
-from kvtier.nvme.index import Index, missing_bytes
+from kvtier.nvme.index import Index
 from kvtier.nvme.io import BlockIO
+from kvtier.nvme.ledger import DATABASES
 from kvtier.nvme.opening import NvmeOptions, Opened, close_directory, open_directory
+from kvtier.nvme.pages import DamagedIndex, check_pages
 from kvtier.nvme.recency import Recency
 from kvtier.nvme.repairing import repair_directory
 from kvtier.nvme.segments import Segments
@@ -141,8 +143,11 @@ def _look_into(directory: Directory) -> Index:
     directory.load()
     alone = not directory.others()
     reason = directory.untrusted() if alone else ""
-    if alone and not reason and missing_bytes(directory.path / "index" / "data.mdb"):
-        reason = "its index was shortened"
+    if alone and not reason:
+        try:
+            check_pages(directory.path / "index" / "data.mdb", DATABASES)
+        except DamagedIndex as error:
+            reason = str(error)
     if reason:
         raise TierUnavailable(f"{directory.path}: {reason}; it starts empty when it is opened next")
     return Index(directory.path / "index", None, durable=False, writable=False)

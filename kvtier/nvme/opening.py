@@ -12,7 +12,9 @@ from kvtier.nvme.counting import Counts
 from kvtier.nvme.directory import Directory
 from kvtier.nvme.extents import PAGE
 from kvtier.nvme.holds import Holds
-from kvtier.nvme.index import Index, missing_bytes
+from kvtier.nvme.index import Index
+from kvtier.nvme.ledger import DATABASES
+from kvtier.nvme.pages import check_pages, missing_bytes
 from kvtier.nvme.recency import Recency
 from kvtier.nvme.segments import Segments, disk_free, takes_direct_io
 from kvtier.nvme.space import Space
@@ -126,8 +128,11 @@ def _open_locked(directory: Directory, total: int | None, options: NvmeOptions, 
 def _open_parts(
     directory: Directory, total: int | None, options: NvmeOptions, counts: Counts, *, alone: bool
 ) -> Opened:
+    suspicious = directory.index_touched()
     directory.enter(durable=options.durable)
-    index = _open_index(directory.path / "index", total, durable=options.durable, alone=alone)
+    if alone:
+        _make_safe(directory.path / "index" / "data.mdb", suspicious=suspicious)
+    index = Index(directory.path / "index", total, durable=options.durable)
     recency: Recency | None = None
     try:
         recency = Recency(directory.path / "recency.bin", bytes.fromhex(directory.meta.uuid))
@@ -144,21 +149,19 @@ def _open_parts(
     return opened
 
 
-def _open_index(path: Path, total: int | None, *, durable: bool, alone: bool) -> Index:
-    data_file = path / "data.mdb"
-    missing = missing_bytes(data_file) if alone else 0
+def _make_safe(data_file: Path, *, suspicious: bool) -> None:
+    """See to it that LMDB can open its file; for the one process that has it open.
+
+    Raises:
+        DamagedIndex: it would die of it.
+    """
+    missing = missing_bytes(data_file)
+    if missing or suspicious:
+        check_pages(data_file, DATABASES)
     if missing:
-        # A page behind the end of the file is death by SIGBUS, a page of zeros is an error that can be caught.
+        # Only free pages are missing: they are never read, but a page behind the end of the file is death by SIGBUS.
         with data_file.open("r+b") as file:
             file.truncate(data_file.stat().st_size + missing)
-    index = Index(path, total, durable=durable)
-    if missing:
-        try:
-            index.verify()
-        except TierError:
-            index.close()
-            raise
-    return index
 
 
 def _open_segments(directory: Directory, counts: Counts) -> Segments:
