@@ -31,14 +31,27 @@ _A = TypeVar("_A", bound=msgspec.Struct)
 class Turn:
     """One request whose answer is to be read."""
 
-    __slots__ = ("abandoned", "deadline", "opcode", "ready", "request")
+    __slots__ = ("_due", "_waiting", "abandoned", "deadline", "opcode", "request")
 
     def __init__(self, opcode: Opcode, request: int, deadline: float) -> None:
         self.opcode = opcode
         self.request = request
         self.deadline = deadline
         self.abandoned = False
-        self.ready = threading.Event()
+        # Locked until it is due: a fifth of the work of an Event.
+        self._waiting = threading.Lock()
+        self._waiting.acquire()
+        self._due = False
+
+    def call_up(self) -> None:
+        """It is due. Not thread-safe: under the pipeline's lock."""
+        if not self._due:
+            self._due = True
+            self._waiting.release()
+
+    def wait(self) -> bool:
+        """Until it is due, or its deadline; whether it is. Called once."""
+        return self._waiting.acquire(timeout=max(0.0, self.deadline - time.monotonic()))
 
 
 class Incoming:
@@ -98,8 +111,8 @@ class Incoming:
 
     def skip(self) -> None:
         """Receive the rest of all answers, for nothing."""
-        scrap = memoryview(bytearray(_SCRAP))
         while True:
+            scrap = memoryview(bytearray(min(self._unread, _SCRAP)))
             while self._unread:
                 self.body(scrap[: self._unread])
             if not self.more:
@@ -193,7 +206,7 @@ class Pipeline:
             Refused: the service refused.
             Interrupted, DeadlineExceeded, ProtocolError: no whole answer came.
         """
-        if not turn.ready.wait(max(0.0, turn.deadline - time.monotonic())):
+        if not turn.wait():
             self.abandon(turn)
             raise DeadlineExceeded(f"{self.address}: no answer in time")
         incoming = Incoming(self.stream, turn, turn.deadline)
@@ -243,7 +256,7 @@ class Pipeline:
     def _wake(self) -> None:
         turn = next((turn for turn in self._turns if not turn.abandoned), None)
         if turn is not None:
-            turn.ready.set()
+            turn.call_up()
 
     def _fail(self, error: StreamClosed | StreamTimeout | WireError) -> ClientError:
         """The connection is of no use any more; what its callers are told."""
@@ -253,7 +266,7 @@ class Pipeline:
             if self.broken is None:
                 self.broken = Interrupted(f"{self.address}: the connection was given up: {error}")
             for turn in self._turns:
-                turn.ready.set()
+                turn.call_up()
         self.stream.stop()
         return failed
 

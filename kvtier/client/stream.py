@@ -10,11 +10,11 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvtier.errors import KVTierError
-from kvtier.native.receiving import hashed, receive
+from kvtier.native.receiving import hashed, receive, turn
 
 __all__ = ["PlainStream", "Stream", "StreamClosed", "StreamTimeout", "TlsStream", "connect", "stream_over"]
 
@@ -58,6 +58,10 @@ class Stream(Protocol):
         """
         ...
 
+    def turn(self, message: bytes, seconds: float, out: memoryview, wait: float) -> None:
+        """Send a message within so many seconds, then fill `out` within `wait`. Raises as `send` and `receive` do."""
+        ...
+
     def stop(self, *, reading: bool = True, writing: bool = True) -> None:
         """Wake whoever waits in here: what it waits for will not come."""
         ...
@@ -84,6 +88,8 @@ class PlainStream:
     def receive(self, out: memoryview, seconds: float) -> None:
         """See `Stream.receive`."""
         at = self._buffered(out)
+        if at == out.nbytes:
+            return
         until = time.monotonic() + seconds
         while at < out.nbytes:
             left = until - time.monotonic()
@@ -98,14 +104,18 @@ class PlainStream:
         """See `Stream.fill`: one call of the kernel for many of them, where nothing is to be hashed."""
         if heads:
             there = sum([self._buffered(out) for out in outs])
-            with _trouble("nothing came", seconds):
+            try:
                 return receive(self.sock, outs, heads, there, seconds)
+            except OSError as error:
+                raise _trouble(error, "nothing came", seconds) from error
         until = time.monotonic() + seconds
         left: list[bytes | memoryview] = [rest for out in outs if (rest := out[self._buffered(out) :])]
         while left:
             self._limit(socket.SO_RCVTIMEO, until - time.monotonic())
-            with _trouble("nothing came", seconds):
+            try:
                 count = self.sock.recvmsg_into(left[:_MOST_BUFFERS], 0, socket.MSG_WAITALL)[0]
+            except OSError as error:
+                raise _trouble(error, "nothing came", seconds) from error
             if not count:
                 raise StreamClosed("the other side closed the connection")
             left = _rest(left, count)
@@ -120,8 +130,10 @@ class PlainStream:
 
     def _read(self, out: memoryview, flags: int, seconds: float) -> int:
         self._limit(socket.SO_RCVTIMEO, seconds)
-        with _trouble("nothing came", seconds):
+        try:
             count = self.sock.recv_into(out, 0, flags)
+        except OSError as error:
+            raise _trouble(error, "nothing came", seconds) from error
         if not count:
             raise StreamClosed("the other side closed the connection")
         return count
@@ -139,8 +151,25 @@ class PlainStream:
 
     def _write(self, buffers: Sequence[bytes | memoryview], flags: int, seconds: float) -> int:
         self._limit(socket.SO_SNDTIMEO, seconds)
-        with _trouble("nothing was taken", seconds):
+        try:
             return self.sock.sendmsg(buffers, (), flags)
+        except OSError as error:
+            raise _trouble(error, "nothing was taken", seconds) from error
+
+    def turn(self, message: bytes, seconds: float, out: memoryview, wait: float) -> None:
+        """See `Stream.turn`: one call of the kernel after the other, and none of Python's in between."""
+        if out.nbytes >= self._ahead.nbytes or self._start < self._stop:
+            self.send([message], seconds)
+        else:
+            self._limit(socket.SO_SNDTIMEO, seconds)
+            self._limit(socket.SO_RCVTIMEO, wait)
+            try:
+                self._start, self._stop = 0, turn(self.sock, message, self._ahead)
+            except OSError as error:
+                raise _trouble(error, "nothing was taken, or nothing came", wait) from error
+            if not self._stop:
+                raise StreamClosed("the other side closed the connection")
+        self.receive(out, wait)
 
     def _limit(self, option: int, seconds: float) -> None:
         if seconds <= 0:
@@ -162,15 +191,11 @@ class PlainStream:
         self.sock.close()
 
 
-@contextlib.contextmanager
-def _trouble(what: str, seconds: float) -> Iterator[None]:
-    """What the kernel's refusals mean, on a socket that has its time limits."""
-    try:
-        yield
-    except BlockingIOError:
-        raise StreamTimeout(f"{what} within {seconds:.1f} s") from None
-    except OSError as error:
-        raise StreamClosed(f"the connection broke: {error.strerror or error}") from error
+def _trouble(error: OSError, what: str, seconds: float) -> StreamClosed | StreamTimeout:
+    """What the kernel's refusal means, on a socket that has its time limits."""
+    if isinstance(error, BlockingIOError):
+        return StreamTimeout(f"{what} within {seconds:.1f} s")
+    return StreamClosed(f"the connection broke: {error.strerror or error}")
 
 
 class TlsStream:
@@ -207,6 +232,11 @@ class TlsStream:
             rest = memoryview(buffer).cast("B")
             while rest:
                 rest = rest[self._call(lambda now=rest: self._sock.send(now), until) :]
+
+    def turn(self, message: bytes, seconds: float, out: memoryview, wait: float) -> None:
+        """See `Stream.turn`."""
+        self.send([message], seconds)
+        self.receive(out, wait)
 
     def _call(self, call: "_Count", until: float) -> int:
         left = until - time.monotonic()
@@ -294,7 +324,7 @@ def connect(address: str, context: ssl.SSLContext | None, seconds: float) -> Str
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if context is None:
             sock.setblocking(True)
-            return PlainStream(sock)
+            return PlainStream(sock, ahead=True)
         try:
             return TlsStream(context.wrap_socket(sock, server_hostname=host.strip("[]")))
         except (OSError, ValueError):

@@ -529,6 +529,9 @@ static PyMethodDef methods[] = {
     {"receive", receive, METH_VARARGS,
      "receive(fd, buffers, heads or Nones, there, seconds), lists: fill the buffers from a socket, of which the leading "
      "`there` bytes are in place; xxh3_128(head + buffer) of each, or None. Without the GIL."},
+    {"turn", turn, METH_VARARGS,
+     "turn(fd, message, out): send all of a message, then receive what comes next, up to as much as fits into `out`; how "
+     "many bytes that was. Without the GIL."},
     {"addresses", addresses, METH_O, "addresses(buffers): where each of a list of buffers begins."},
     {NULL, NULL, 0, NULL},
 };

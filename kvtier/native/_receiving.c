@@ -1,5 +1,6 @@
 /* kvtier.native._checksum, second file: receives from a socket into many buffers and computes their XXH3-128 on the way,
- * without the GIL: each piece is hashed while the copy that brought it has left it in the cache.
+ * without the GIL: each piece is hashed while the copy that brought it has left it in the cache. And one turn of a
+ * conversation: what is sent, and what comes next.
  */
 #include "_steps.h"
 
@@ -211,4 +212,44 @@ PyObject *receive(PyObject *self, PyObject *args) {
     }
     PyMem_Free(filling.places);
     return found;
+}
+
+/* Send what is left of a message; 0 or an errno. */
+static int send_rest(int fd, Py_buffer *message, Py_ssize_t *sent) {
+    while (*sent < message->len) {
+        const ssize_t count = send(fd, (char *)message->buf + *sent, (size_t)(message->len - *sent), MSG_NOSIGNAL);
+        if (count < 0)
+            return errno;
+        *sent += count;
+    }
+    return 0;
+}
+
+PyObject *turn(PyObject *self, PyObject *args) {
+    Py_buffer message, out;
+    Py_ssize_t sent = 0;
+    ssize_t count = 0;
+    int fd, trouble;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iy*w*", &fd, &message, &out))
+        return NULL;
+    do {
+        /* One release of the GIL for both: to get it back takes as long as whoever has it meanwhile. */
+        Py_BEGIN_ALLOW_THREADS
+        trouble = send_rest(fd, &message, &sent);
+        if (!trouble) {
+            count = recv(fd, out.buf, (size_t)out.len, 0);
+            trouble = count < 0 ? errno : 0;
+        }
+        Py_END_ALLOW_THREADS
+    } while (trouble == EINTR && PyErr_CheckSignals() == 0);
+    PyBuffer_Release(&message);
+    PyBuffer_Release(&out);
+    if (!trouble)
+        return PyLong_FromSsize_t(count);
+    if (trouble != EINTR) {
+        errno = trouble;
+        PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return NULL;
 }

@@ -18,5 +18,6 @@ HIDDEN void hash_end(uint64_t acc[LANES], const uint8_t *rest, const uint8_t las
                      uint8_t out[16]);
 
 HIDDEN PyObject *receive(PyObject *self, PyObject *args);
+HIDDEN PyObject *turn(PyObject *self, PyObject *args);
 
 #endif

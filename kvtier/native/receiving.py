@@ -1,4 +1,7 @@
-"""Receive and hash in one pass over the bytes: compiled where it can be, `recvmsg_into` and xxhash elsewhere."""
+"""Receive and hash in one pass over the bytes: compiled where it can be, `recvmsg_into` and xxhash elsewhere.
+
+And `turn`: send and then receive in one call.
+"""
 
 import importlib
 import select
@@ -9,7 +12,7 @@ from typing import Protocol, cast
 
 import xxhash
 
-__all__ = ["available", "hashed", "receive"]
+__all__ = ["available", "hashed", "receive", "turn"]
 
 # xxh3 hashes up to 240 bytes in other ways, which are not worth compiling.
 _SHORTEST = 241
@@ -21,6 +24,8 @@ class _Compiled(Protocol):
         self, fd: int, buffers: list[memoryview], heads: list[bytes | None], there: int, seconds: float, /
     ) -> list[bytes | None]: ...
 
+    def turn(self, fd: int, message: bytes, out: memoryview, /) -> int: ...
+
 
 def _load() -> _Compiled | None:
     try:
@@ -28,7 +33,7 @@ def _load() -> _Compiled | None:
     except ImportError:
         return None
     # One that an older version left in place is as good as none.
-    return cast("_Compiled", found) if "receive" in vars(found) else None
+    return cast("_Compiled", found) if "turn" in vars(found) else None
 
 
 _compiled = _load()
@@ -67,6 +72,26 @@ def receive(
     ]
     found = _compiled.receive(sock.fileno(), list(outs), inside, there, seconds)
     return [digest or _hashed(out, head) for digest, out, head in zip(found, outs, heads, strict=True)]
+
+
+def turn(sock: socket.socket, message: bytes, out: memoryview) -> int:
+    """Send a message whole, then receive what comes next; how many bytes of `out`, 0 where the other side is done.
+
+    One call for both, without the GIL: a thread that shares it with many waits for it once.
+
+    Args:
+        sock: without TLS, blocking, with whatever time limits it has.
+        message: to be sent.
+        out: writable, contiguous bytes, at least one.
+
+    Raises:
+        BlockingIOError: one of its time limits was over.
+        OSError: the connection broke.
+    """
+    if _compiled is not None:
+        return _compiled.turn(sock.fileno(), message, out)
+    sock.sendall(message, socket.MSG_NOSIGNAL)
+    return sock.recv_into(out)
 
 
 def _fill(sock: socket.socket, outs: Sequence[memoryview], there: int, seconds: float) -> None:

@@ -58,7 +58,7 @@ class Leases:
         while found < blocks and idle < len(ports):
             for port in ports:
                 yield port
-                run = self._run(port, keys[found * parts :], parts, exact=exact, depth=depth + found)
+                run = self._run(port, keys[found * parts :] if found else keys, parts, exact=exact, depth=depth + found)
                 names += [port.name] * run
                 found += run
                 # Its own run has just ended: only another tier can go on.

@@ -86,6 +86,14 @@ class Port:
 
         Of a remote tier that is a round trip, or several for many keys, each of which has `TierCaps.probe`.
         """
+        memory = self._memory
+        if memory is not None:
+            # In one step, without a ticket.
+            return self.attempt(
+                "match",
+                lambda: [ref is not None and (ref.exact or not exact) for ref in memory.refs(keys)],
+                [False] * len(keys),
+            )
         here: list[bool] = []
         while len(here) < len(keys) and self.breaker.due:
             some = keys[len(here) : len(here) + self._probed]

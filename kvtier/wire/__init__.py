@@ -7,7 +7,7 @@ blockstream  many blocks as one body of HTTP, for REST: `docs/rest.md`
 """
 
 from kvtier.wire.frames import HEADER_BYTES, MAX_HEAD, VERSION, Flag, Header, Opcode, WireError, frame, read_header
-from kvtier.wire.packing import pack_keys, pack_runs, pack_tokens, unpack_keys, unpack_runs, unpack_tokens
+from kvtier.wire.packing import PackedKeys, pack_keys, pack_runs, pack_tokens, unpack_keys, unpack_runs, unpack_tokens
 
 __all__ = [
     "HEADER_BYTES",
@@ -16,6 +16,7 @@ __all__ = [
     "Flag",
     "Header",
     "Opcode",
+    "PackedKeys",
     "WireError",
     "frame",
     "pack_keys",

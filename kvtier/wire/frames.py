@@ -55,9 +55,10 @@ class Opcode(enum.IntEnum):
     STAGE = 20
 
 
-class Flag(enum.IntFlag):
-    """ANSWER: from the service. ERROR: the head is an `Error`. MORE: another answer to the same request follows.
-    QUIET: of a request: no answer is wanted, not even an error.
+class Flag(enum.IntEnum):
+    """Bits. ANSWER: from the service. ERROR: the head is an `Error`. MORE: another answer to the same request follows.
+    QUIET: of a request: no answer is wanted, not even an error. They combine to plain numbers, ten times faster than
+    an `IntFlag`'s.
     """
 
     NONE = 0
@@ -67,7 +68,7 @@ class Flag(enum.IntFlag):
     QUIET = 8
 
 
-_FLAGS = int(Flag.ANSWER | Flag.ERROR | Flag.MORE | Flag.QUIET)
+_FLAGS = Flag.ANSWER | Flag.ERROR | Flag.MORE | Flag.QUIET
 
 
 class Header(NamedTuple):

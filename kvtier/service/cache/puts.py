@@ -10,6 +10,7 @@ from kvtier.service.cache.errors import ServiceError
 from kvtier.service.cache.namespaces import OpenNamespace
 from kvtier.service.cache.records import BlockPut
 from kvtier.tiers import BlockRef
+from kvtier.wire.packing import PackedKeys
 
 __all__ = ["check_blocks", "check_keys", "items", "own_session"]
 
@@ -39,7 +40,7 @@ def check_keys(keys: Sequence[bytes], most: int, parts: int = 1) -> None:
             "too_large",
             f"{len(keys)} keys of {parts} parts each: at most {_PARTS_PER_KEY * most} parts at a time; split the call",
         )
-    wrong = set(map(len, keys)) - _KEY_LENGTHS
+    wrong = ({keys.width} if isinstance(keys, PackedKeys) else set(map(len, keys))) - _KEY_LENGTHS
     if wrong:
         raise ServiceError("invalid", f"key of {min(wrong)} bytes: expected {STORE_KEY_BYTES} to {_LONGEST_KEY}")
 

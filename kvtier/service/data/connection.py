@@ -68,6 +68,7 @@ class Connection:
             # A hold ends by its release or the death of its owner, never by a timer.
             while not self._ended and exchange.next(_EVER if session.holds else None):
                 self._serve(exchange, session)
+            exchange.settle()
         except StreamClosed as error:
             _log.debug("%s: %s", self._name, error)
         except StreamTimeout as error:

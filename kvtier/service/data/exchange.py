@@ -36,6 +36,7 @@ class Exchange:
         self.unread = 0
         self.waiting = False
         self._idle = idle
+        self._owed = b""
 
     @property
     def quiet(self) -> bool:
@@ -52,8 +53,13 @@ class Exchange:
         raw = memoryview(bytearray(HEADER_BYTES))
         self.header, self.unread = _NOTHING, 0
         self.waiting = True
+        wait, owed = self._idle if seconds is None else seconds, self._owed
+        self._owed = b""
         try:
-            self.stream.receive(raw[:1], self._idle if seconds is None else seconds)
+            if owed:
+                self.stream.turn(owed, self._seconds(len(owed)), raw[:1], wait)
+            else:
+                self.stream.receive(raw[:1], wait)
         except StreamClosed:
             return False
         self.waiting = False
@@ -81,7 +87,18 @@ class Exchange:
         while self.unread:
             self.body(scrap[: self.unread])
 
-    def answer(self, head: bytes, views: Sequence[memoryview] = (), flags: Flag = Flag.NONE) -> None:
+    def owe(self, head: bytes) -> None:
+        """Send an answer that is a head with the call that waits for the next request: nothing is done in between."""
+        header = self.header
+        self._owed = frame(header.opcode, Flag.ANSWER, header.request, head)
+
+    def settle(self) -> None:
+        """Send what is owed, where no request follows."""
+        owed, self._owed = self._owed, b""
+        if owed:
+            self.stream.send([owed], self._seconds(len(owed)))
+
+    def answer(self, head: bytes, views: Sequence[memoryview] = (), flags: int = Flag.NONE) -> None:
         """Send an answer: a head, and a body of these views."""
         header = self.header
         nbytes = sum([view.nbytes for view in views])

@@ -158,7 +158,7 @@ def answer_lease(exchange: Exchange, session: Session, head: memoryview) -> None
     except BaseException:
         window.reading.close()
         raise
-    exchange.answer(encode(answer))
+    exchange.owe(encode(answer))
 
 
 def _leased(session: Session, window: _Window, asked: Lease) -> Leased:

@@ -1,18 +1,20 @@
 """Session: what one connection has, and loses when it ends."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvtier.config import ServiceSettings
 from kvtier.cpu.region import MemoryRegion, round_up
 from kvtier.service.cache import Cache, Caller, Reading, ServiceError, Tokens
 from kvtier.service.data.buffers import BufferPool
-from kvtier.wire.packing import unpack_keys
+from kvtier.wire.packing import PackedKeys, unpack_keys
 
 __all__ = ["Port", "Session"]
 
+_K = TypeVar("_K", bound=Sequence[bytes])
 # A token that was revoked opens nothing any more after this time, also on connections that are open.
 _TRUST_SECONDS = 1.0
 # What a lease of a few bytes takes, beside them.
@@ -89,7 +91,13 @@ class Session:
             ServiceError: too_large.
             WireError: they are none.
         """
-        keys = unpack_keys(packed, width)
+        return self._few(unpack_keys(packed, width))
+
+    def packed_keys(self, packed: bytes, width: int) -> PackedKeys:
+        """The same for who looks at few of them."""
+        return self._few(PackedKeys(packed, width))
+
+    def _few(self, keys: _K) -> _K:
         most = self.port.settings.max_batch_keys
         if len(keys) > most:
             raise ServiceError("too_large", f"{len(keys)} keys in one call: at most {most}; split it")

@@ -31,7 +31,7 @@ _Q = TypeVar("_Q", bound=msgspec.Struct)
 
 
 def _match(session: Session, asked: wire.Match) -> wire.Matched:
-    keys = session.keys(asked.keys, asked.width)
+    keys = session.packed_keys(asked.keys, asked.width)
     tiers = session.cache.match(session.caller, asked.ns, keys, lossy=asked.lossy, depth=asked.depth)
     return wire.Matched(pack_runs(tiers))
 
@@ -146,7 +146,7 @@ def _plain(kind: type[_Q], verb: Callable[[Session, _Q], msgspec.Struct]) -> Han
     def handle(exchange: Exchange, session: Session, head: memoryview) -> None:
         answer = verb(session, wire.decode(kind, head))
         if not exchange.quiet:
-            exchange.answer(wire.encode(answer))
+            exchange.owe(wire.encode(answer))
 
     return handle
 

@@ -142,7 +142,7 @@ def answer_put(exchange: Exchange, session: Session, head: memoryview) -> None:
     finally:
         puts.abandon()
     if not exchange.quiet:
-        exchange.answer(answer)
+        exchange.owe(answer)
 
 
 def answer_stage(exchange: Exchange, session: Session, head: memoryview) -> None:
@@ -167,7 +167,7 @@ def answer_stage(exchange: Exchange, session: Session, head: memoryview) -> None
     finally:
         puts.abandon()
     if not exchange.quiet:
-        exchange.answer(answer)
+        exchange.owe(answer)
 
 
 def _items(session: Session, asked: Put | Stage) -> list[_Item]:

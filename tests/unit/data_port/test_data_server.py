@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -146,6 +146,28 @@ def test_draining_answers_what_has_arrived_and_lets_nobody_in(tmp_path: Path) ->
         with pytest.raises(Unreachable):
             service.client("unix").connect()
         assert service.settled() == NOTHING
+
+
+def test_draining_answers_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with world(tmp_path) as service:
+        with service.client() as client:
+            client.create_namespace("drain", None)
+        begun, match = threading.Event(), service.cache.match
+
+        def slow(*args: Any, **more: Any) -> tuple[str, ...]:
+            begun.set()
+            until(lambda: service.server._draining)
+            time.sleep(0.2)  # the connection is told to end after its answer
+            return match(*args, **more)
+
+        monkeypatch.setattr(service.cache, "match", slow)
+        with service.talk() as talk:
+            talk.hello(service.token["red"])
+            talk.send(2, {"ns": "drain", "keys": bytes(16)})
+            assert begun.wait(PATIENCE)
+            assert service.server.drain(PATIENCE)
+            assert talk.receive() is not None
+            assert talk.receive() is None
 
 
 def test_the_cache_says_that_it_drains(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from kvtier.wire import (
     HEADER_BYTES,
     MAX_HEAD,
     Header,
+    PackedKeys,
     WireError,
     frame,
     pack_keys,
@@ -49,7 +50,13 @@ def test_a_head_beyond_the_limit_is_never_sent() -> None:
 @settings(max_examples=30)
 def test_keys_of_any_width_come_back(width: int, count: int) -> None:
     keys = [bytes([at]) * width for at in range(count)]
-    assert unpack_keys(b"".join(keys), width) == keys
+    packed = PackedKeys(b"".join(keys), width)
+    assert unpack_keys(b"".join(keys), width) == list(packed) == keys
+    assert [packed[at] for at in range(-count, count)] == 2 * keys
+    assert packed[1:3] == keys[1:3]
+    assert len(packed) == count
+    with pytest.raises(IndexError):
+        packed[count]
     assert unpack_keys(pack_keys(keys), 16) == [key[:16] for key in keys]
 
 
@@ -57,6 +64,8 @@ def test_keys_of_any_width_come_back(width: int, count: int) -> None:
 def test_bytes_that_are_no_keys_are_refused(packed: bytes, width: int) -> None:
     with pytest.raises(WireError, match="expected whole keys"):
         unpack_keys(packed, width)
+    with pytest.raises(WireError, match="expected whole keys"):
+        PackedKeys(packed, width)
 
 
 @pytest.mark.parametrize("keys", [[b"short"], [b"x" * 16, b"x" * 33]])

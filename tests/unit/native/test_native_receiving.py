@@ -1,7 +1,9 @@
 """Receive and hash in one pass: what was sent, and xxhash's own digests, however the bytes are cut on the way."""
 
+import contextlib
 import random
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -103,6 +105,49 @@ def test_time_and_the_other_side_end_it(pair: tuple[socket.socket, socket.socket
         receive(pair[1], _buffers([1000]), [None], 0, 5)
 
 
+def _limit(sock: socket.socket, option: int, seconds: float) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 0, int(1e6 * seconds)))
+
+
+def test_a_turn_sends_all_before_it_receives(pair: tuple[socket.socket, socket.socket]) -> None:
+    message, heard = random.Random(3).randbytes(6 << 20), bytearray(6 << 20)
+
+    def answer() -> None:
+        view = memoryview(heard)
+        while view:
+            view = view[pair[0].recv_into(view) :]
+        pair[0].sendall(b"answer")
+
+    other = threading.Thread(target=answer)
+    other.start()
+    out = memoryview(bytearray(100))
+    assert receiving.turn(pair[1], message, out) == 6
+    other.join()
+    assert heard == message
+    assert out[:7] == b"answer\0"
+
+
+def test_a_turn_ends_with_the_other_side_or_in_time(pair: tuple[socket.socket, socket.socket]) -> None:
+    out = memoryview(bytearray(8))
+    _limit(pair[1], socket.SO_RCVTIMEO, 0.2)
+    with pytest.raises(BlockingIOError):
+        receiving.turn(pair[1], b"x", out)
+    assert pair[0].recv(8) == b"x"
+    _limit(pair[1], socket.SO_SNDTIMEO, 0.2)
+    with pytest.raises(BlockingIOError):
+        receiving.turn(pair[1], bytes(64 << 20), out)
+    with contextlib.suppress(BlockingIOError):
+        while pair[0].recv(1 << 20, socket.MSG_DONTWAIT):
+            pass
+    pair[0].shutdown(socket.SHUT_WR)
+    assert receiving.turn(pair[1], b"y", out) == 0
+    pair[0].close()
+    with contextlib.suppress(OSError):
+        receiving.turn(pair[1], b"z", out)  # over TCP only its answer says that nobody is there
+    with pytest.raises(OSError, match=r"pipe|reset"):
+        receiving.turn(pair[1], b"z", out)
+
+
 @pytest.mark.skipif(not receiving.available(), reason="the extension was not built")
 def test_extension_refuses_what_it_would_overrun() -> None:
     compiled = receiving._load()
@@ -121,5 +166,7 @@ def test_extension_refuses_what_it_would_overrun() -> None:
             compiled.receive(ends[1].fileno(), _buffers(sizes), heads, there, 1.0)
     with pytest.raises(BufferError):
         compiled.receive(ends[1].fileno(), [memoryview(bytes(1000))], [None], 0, 1.0)
+    with pytest.raises(TypeError, match="read-write"):
+        compiled.turn(ends[1].fileno(), b"x", memoryview(bytes(10)))
     for end in ends:
         end.close()
