@@ -6,8 +6,8 @@ The default model in bf16, 2 threads, a host tier, all in one process. Goodput: 
 requests are through; rounds interleaved. The live requests need twice the device's blocks:
 
 `swap`: low-class requests fill the device, and again and again a wave of high-class ones that fills it once more.
-Every wave takes the blocks of all low ones. `unlimited`: a device with room for all, and as many running as had blocks
-on average in the swapping run, rounded up.
+Every wave takes the blocks of all low ones. `unlimited`: a device with room for all, and at most as many running as had
+blocks on average in the swapping run, rounded up: its own average (`peer_active`) is no less than that (`active`).
 `fcfs`: one class, all at once. Who came last gives way as the others grow: seldom, and once.
 
 `gain_bound` is what recompute would take longer, by count: the tokens that it prefills again, at the speed at which
@@ -294,7 +294,7 @@ def main() -> None:
     if args.quick:
         waves, alone, rounds = Scenario(Load(3, 768, 96), Load(3, 768, 24), 3, 10), Load(8, 64, 160), 2
     else:
-        waves, alone, rounds = Scenario(Load(4, 1024, 96), Load(4, 1024, 24), 3, 10), Load(8, 512, 160), 2
+        waves, alone, rounds = Scenario(Load(4, 1024, 96), Load(4, 1024, 24), 3, 10), Load(8, 128, 192), 2
     goodput(report, model, "engine.preemption.swap", waves, rounds, ("recompute", "unlimited"))
     peers = ("recompute",) if args.quick else ("recompute", "recompute.untiered")
     goodput(report, model, "engine.preemption.fcfs", Scenario(alone), rounds, peers)
