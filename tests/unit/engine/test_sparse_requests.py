@@ -81,9 +81,11 @@ def test_something_else_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["streaming", "h2o", "quest"])
 def test_a_fork_knows_what_its_parent_knows(loaded: LoadedModel, kind: str) -> None:
-    alone = run(engine_of(loaded), {"r": (PROMPT, sparse(kind, 0.1))})["r"].token_ids
+    prompt = [(7 * at) % 200 + 1 for at in range(120)]
+    params = replace(DENSE, max_tokens=40, sparse=Sparse(kind, 0.1, sink=1, recent=1))  # type: ignore[arg-type]
+    alone = run(engine_of(loaded), {"r": (prompt, params)})["r"].token_ids
     engine, found = engine_of(loaded), {}
-    engine.add("r", PROMPT, replace(sparse(kind, 0.1), n=3))
+    engine.add("r", prompt, replace(params, n=3))
     while engine.has_work:
         found |= {output.index: output.token_ids for output in engine.step()}
     assert found == dict.fromkeys(range(3), alone)

@@ -197,5 +197,5 @@ def test_ends_that_the_model_cannot_choose_are_ignored(tmp_path: Path, caplog: p
         outputs = engine.step()
     assert len(outputs[0].token_ids) == 5
     assert not {0, 319} & set(outputs[0].token_ids[:4])
-    with pytest.raises(RequestError, match="stop_token_ids with token id 320: expected 0..319"):
+    with pytest.raises(RequestError, match=r"stop_token_ids with token id 320: expected 0\.\.319"):
         engine.add("s", [1], SamplingParams(stop_token_ids=frozenset({320})))
