@@ -4,9 +4,14 @@ from collections.abc import Iterator
 import pytest
 from tiny_model import TinyModel, tiny_model
 
-from kvtier.engine import AsyncEngine, Engine, EngineOptions, RequestOutput, SamplingParams
-from kvtier.errors import KVTierError, RequestError
+from kvtier.engine import AsyncEngine, Engine, EngineOptions, RequestOutput, SamplingParams, async_engine
+from kvtier.engine.models import LoadedModel
+from kvtier.engine.outputs import Sampled
+from kvtier.engine.plan import StepPlan
+from kvtier.engine.rules import SchedulingRules
+from kvtier.errors import KVTierError, ModelError, RequestError
 from kvtier.hints import RequestHints
+from kvtier.keys import Chain, salted
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -151,3 +156,107 @@ def test_a_slow_consumer_gets_everything_in_fewer_pieces(served: AsyncEngine) ->
     assert "".join(output.delta for output in outputs) == outputs[-1].text
     assert len(outputs[-1].token_ids) == 40
     assert len(outputs) < 40
+
+
+POISON = 251
+
+
+def poisoned() -> LoadedModel:
+    """A model whose logits are no numbers wherever a certain token is read."""
+    loaded = tiny_model()
+    loaded.model.embedding[POISON] = float("nan")  # type: ignore[attr-defined]
+    return loaded
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("kind", [{}, {"n": 2, "temperature": 1.0}, {"beam_width": 3}])
+def test_a_request_of_nonsense_costs_itself_alone(pipelined: bool, kind: dict[str, float]) -> None:
+    rules = SchedulingRules(pipelined=pipelined)
+    engine = Engine(poisoned(), EngineOptions(block_size=4, num_blocks=128, max_running=8, scheduling=rules))
+    served = AsyncEngine(engine)
+    bad = SamplingParams(max_tokens=4, ignore_eos=True, **kind)  # type: ignore[arg-type]
+
+    async def scenario() -> None:
+        expected = (await collect(served, [1, 2, 3]))[-1].token_ids
+        good = asyncio.create_task(collect(served, [1, 2, 3], LONG))
+        for _ in range(3):
+            with pytest.raises(KVTierError, match="not finite") as caught:
+                await collect(served, [POISON] * 9, bad)
+            assert isinstance(caught.value.__cause__, ModelError)
+        outputs = await good
+        assert len(outputs[-1].token_ids) == 200
+        assert outputs[-1].token_ids[:12] == expected
+        assert "".join(output.delta for output in outputs) == outputs[-1].text
+        await at_rest(engine)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        served.close()
+    chain = Chain(4, salted(None))
+    chain.extend([POISON] * 9)
+    assert engine._blocks.leading(chain.keys, exact=False) == 0  # what it computed has no name
+
+
+def test_a_step_that_fails_costs_nobody_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tiny_model(), EngineOptions(block_size=4, num_blocks=128, max_running=1))
+    compute, failures = engine._runner.compute, iter([RuntimeError("out of memory")])
+
+    def fails_once(plan: StepPlan) -> list[Sampled]:
+        for error in failures:
+            raise error
+        return compute(plan)
+
+    monkeypatch.setattr(engine._runner, "compute", fails_once)
+    served = AsyncEngine(engine)
+
+    async def scenario() -> None:
+        results = await asyncio.gather(*(collect(served, [at + 1]) for at in range(4)), return_exceptions=True)
+        assert sum(isinstance(result, KVTierError) for result in results) == 1
+        assert sum(isinstance(result, list) and len(result[-1].token_ids) == 12 for result in results) == 3
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        served.close()
+
+
+def test_an_engine_that_fails_for_ever_tells_everybody(
+    served: AsyncEngine, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def fails() -> list[RequestOutput]:
+        calls.append(1)
+        raise RuntimeError("torn")
+
+    monkeypatch.setattr(engine, "step", fails)
+    monkeypatch.setattr(async_engine, "_RETRY_SECONDS", 0.001)
+
+    async def scenario() -> None:
+        results = await asyncio.gather(*(collect(served, [at + 1]) for at in range(3)), return_exceptions=True)
+        assert all(isinstance(result, KVTierError) and "torn" in str(result) for result in results)
+
+    asyncio.run(scenario())
+    assert len(calls) >= async_engine._MOST_FRUITLESS
+
+
+def test_whatever_adding_a_request_raises_is_its_own(
+    served: AsyncEngine, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = engine.add
+
+    def picky(request_id: str, prompt: list[int], *rest: object) -> None:
+        if prompt == [7]:
+            raise ZeroDivisionError("seven")
+        add(request_id, prompt, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine, "add", picky)
+
+    async def scenario() -> None:
+        good, bad = await asyncio.gather(collect(served, [1], LONG), collect(served, [7]), return_exceptions=True)
+        assert isinstance(bad, KVTierError)
+        assert isinstance(good, list)
+        assert good[-1].finish_reason == "length"
+
+    asyncio.run(scenario())

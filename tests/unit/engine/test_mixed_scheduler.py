@@ -8,6 +8,7 @@ from scheduler_world import Fate, RandomFate, World
 from kvtier.engine.rules import SchedulingRules
 from kvtier.errors import CapacityError
 from kvtier.gpu.mixed import MixedBlockPool
+from kvtier.gpu.pool import Amount
 from kvtier.gpu.windows import most_blocks
 
 SIZE = 4
@@ -143,3 +144,8 @@ def test_amid_whatever_may_happen(pipelined: bool) -> None:
     assert done > 150
     assert min(preemptions, swaps) > 30
     assert min(loaded, cached) > 100
+
+
+def test_what_is_short_is_what_fewest_are_free_of() -> None:
+    for slots, expected in ((100, 20), (9, 3)):
+        assert MixedBlockPool(50, slots, SIZE, 9).shortest(Amount(20, 3)) == expected

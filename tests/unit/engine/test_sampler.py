@@ -103,3 +103,15 @@ def test_uniforms_are_uniform_and_independent_of_neighbouring_seeds() -> None:
 
 def test_derived_seeds_differ() -> None:
     assert len({derived_seed(seed, number) for seed in range(100) for number in range(100)}) == 10_000
+
+
+@pytest.mark.parametrize("least", [5e-324, 1e-310, 1e-45])
+@pytest.mark.parametrize("top_k", [0, 1, 2, 3 * VOCAB])
+@pytest.mark.parametrize("temperature", [5e-324, 5.0, 1e30])
+def test_limits_of_next_to_nothing_keep_the_likeliest(least: float, top_k: int, temperature: float) -> None:
+    likeliest = LOGITS.argmax(dim=-1).tolist()
+    for limits in ({"top_p": least}, {"top_p": least, "min_p": least}, {"top_p": least, "min_p": 1.0}):
+        params = SamplingParams(temperature=temperature, top_k=top_k, **limits)
+        chosen = sample(LOGITS, [Draw(params, seed, 0) for seed in range(6)])
+        # So hot that float32 tells no probabilities apart, any of the likeliest is as good.
+        assert chosen == likeliest or (temperature == 1e30 and all(0 <= token < VOCAB for token in chosen))

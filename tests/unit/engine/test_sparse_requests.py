@@ -1,6 +1,9 @@
 """Sparse requests in the engine: what they compute stays theirs."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from tiny_model import tiny_model
 
 from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams
@@ -74,3 +77,35 @@ def test_their_state_goes_with_them(loaded: LoadedModel) -> None:
 def test_something_else_is_refused() -> None:
     with pytest.raises(RequestError, match="sparse='quest'"):
         SamplingParams(sparse="quest")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["streaming", "h2o", "quest"])
+def test_a_fork_knows_what_its_parent_knows(loaded: LoadedModel, kind: str) -> None:
+    prompt = [(7 * at) % 200 + 1 for at in range(120)]
+    params = replace(DENSE, max_tokens=40, sparse=Sparse(kind, 0.1, sink=1, recent=1))  # type: ignore[arg-type]
+    alone = run(engine_of(loaded), {"r": (prompt, params)})["r"].token_ids
+    engine, found = engine_of(loaded), {}
+    engine.add("r", prompt, replace(params, n=3))
+    while engine.has_work:
+        found |= {output.index: output.token_ids for output in engine.step()}
+    assert found == dict.fromkeys(range(3), alone)
+    assert engine._runner._sparse is not None
+    assert not engine._runner._sparse._choices
+
+
+def test_a_beam_that_forks_knows_it_too(loaded: LoadedModel) -> None:
+    engine = engine_of(loaded)
+    engine.add("r", PROMPT, replace(sparse("h2o", 0.1), max_tokens=12, beam_width=4, n=4))
+    forked = []
+    fork = engine._runner.fork
+
+    def watch(parent: str, child: str) -> None:
+        fork(parent, child)
+        choices = engine._runner._sparse._choices  # type: ignore[union-attr]
+        forked.append(torch.equal(choices[parent]._mass, choices[child]._mass))  # type: ignore[attr-defined]
+
+    engine._runner.fork = watch  # type: ignore[method-assign]
+    while engine.has_work:
+        engine.step()
+    assert forked
+    assert all(forked)

@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from tiny_model import EOS, TinyModel, tiny_model
+from tiny_model import TinyModel, tiny_model
 
-from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams
+from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams, core
 from kvtier.engine.draft_model import DraftModel, check_vocabulary
 from kvtier.engine.drafting import PromptLookup, Proposer, Wish
 from kvtier.engine.models import LoadedModel
@@ -219,29 +220,45 @@ def test_another_vocabulary_is_refused() -> None:
 # ---- the distribution
 
 
+class Fixed:
+    """Guesses one token for ever."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def propose(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
+        return [(self.token,) for _ in wishes]
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+def likeliest(loaded: LoadedModel, prompt: list[int], top: int) -> dict[int, float]:
+    """By the model's own logits: the token that follows, by its probability among the `top` likeliest; best first."""
+    params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=top)
+    scores = run(engine_of(loaded), params, [prompt])["0"].logprobs
+    assert scores is not None
+    shares = torch.softmax(torch.tensor([logprob for _, logprob in scores[0].top]).double(), 0).tolist()
+    return dict(zip((token for token, _ in scores[0].top), shares, strict=True))
+
+
 def test_drawn_tokens_keep_their_distribution(loaded: LoadedModel) -> None:
-    """Of the second token, which is where a guess can be right or wrong."""
-    prompt, count = CIRCLE, 400
-    limited = {"temperature": 1.0, "top_k": 4, "max_tokens": 2, "ignore_eos": True}
-
-    def second(proposer: Proposer | None, first_seed: int) -> Counter[tuple[int, ...]]:
-        engine = engine_of(loaded, proposer, max_running=64, num_blocks=1000, token_budget=2048)
-        for number in range(count):
-            engine.add(str(number), prompt, SamplingParams(seed=first_seed + number, **limited))  # type: ignore[arg-type]
-        outputs = []
-        while engine.has_work:
-            outputs += [output.token_ids for output in engine.step() if output.finish_reason]
-        return Counter(outputs)
-
-    class Fixed:
-        def propose(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
-            return [(EOS + 7,) for _ in wishes]
-
-        def forget(self, request_id: str) -> None:
-            pass
-
-    plain, guessed = second(None, 0), second(Fixed(), 0)
-    assert plain == guessed
+    """Of the second token, behind the likeliest first one: it is the first that a guess may stand for."""
+    first = next(iter(likeliest(loaded, CIRCLE, 4)))
+    expected = likeliest(loaded, [*CIRCLE, first], 4)
+    engine = engine_of(loaded, Fixed(next(iter(expected))), max_running=64, num_blocks=1000, token_budget=2048)
+    for number in range(600):
+        params = SamplingParams(max_tokens=4, temperature=1.0, top_k=4, ignore_eos=True, seed=number)
+        engine.add(str(number), CIRCLE, params)
+    found: Counter[int] = Counter()
+    while engine.has_work:
+        ended = [output.token_ids for output in engine.step() if output.finish_reason]
+        found.update(tokens[1] for tokens in ended if tokens[0] == first)
+    assert 0 < engine.stats().accepted_tokens < engine.stats().draft_tokens
+    assert set(found) <= set(expected)
+    wanted = {token: share * found.total() for token, share in expected.items()}
+    statistic = sum((found[token] - count) ** 2 / count for token, count in wanted.items())
+    assert statistic < 16.3  # three degrees of freedom: by chance once in a thousand
 
 
 # ---- whether it pays
@@ -285,3 +302,63 @@ def test_the_meter_finds_what_pays(cost: float, pays: bool) -> None:
         meter.learn(4, 8 if drafted else 4, cost if drafted else 1.0, drafted=drafted)
     assert choices[10:].count(pays) >= 0.98 * len(choices[10:])
     assert not all(choice == pays for choice in choices[10:])
+
+
+class Clock:
+    """Stands for `time` in the engine: a forward takes a second, and half a second for each token of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: TinyModel) -> None:
+        self.now, self._forward = 0.0, model.forward
+        monkeypatch.setattr(core, "time", self)
+        monkeypatch.setattr(model, "forward", self._takes_time)
+
+    def _takes_time(self, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        self.now += 1.0 + 0.5 * len(tokens)
+        return self._forward(tokens, *rest)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("wrong_at", "pays"), [(0, True), (1, False)])
+def test_an_engine_guesses_on_only_where_it_pays(
+    loaded: LoadedModel, wrong_at: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run(engine_of(loaded), GREEDY, [CIRCLE])["0"].token_ids
+    assert isinstance(loaded.model, TinyModel)
+    Clock(monkeypatch, loaded.model)
+    names = [str(number) for number in range(20)]
+    oracle = Oracle(dict.fromkeys(names, plain), wrong_at)
+    drafted = []
+    for metered in (True, False):
+        engine = Engine(loaded, EngineOptions(block_size=4, num_blocks=128), proposer=oracle)
+        assert engine._speculation is not None
+        if not metered:
+            always(engine._speculation)
+        for name in names:  # one after the other: each new one has had no bad luck yet
+            engine.add(name, CIRCLE, GREEDY)
+            while engine.has_work:
+                last = engine.step()
+            assert last[0].token_ids == plain
+        drafted.append(engine.stats().draft_tokens)
+    assert drafted[1] > 150
+    assert drafted[0] > 0.8 * drafted[1] if pays else drafted[0] < 0.1 * drafted[1]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_no_more_is_guessed_than_is_allowed(loaded: LoadedModel, most: int) -> None:
+    plain = run(engine_of(loaded), GREEDY, [CIRCLE])
+    oracle, asked = Oracle({name: output.token_ids for name, output in plain.items()}), []
+    propose = oracle.propose
+
+    def watch(wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
+        asked.extend(wish.length for wish in wishes)
+        return propose(wishes)
+
+    oracle.propose = watch  # type: ignore[method-assign]
+    engine = engine_of(loaded, oracle, draft_tokens=most)
+    assert run(engine, GREEDY, [CIRCLE])["0"].token_ids == plain["0"].token_ids
+    assert max(asked) == most

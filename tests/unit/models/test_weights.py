@@ -7,10 +7,12 @@ import pytest
 import torch
 from llama_reference import saved_llama
 from safetensors.torch import load_file, save_file
+from tiny_model import tiny_tokenizer
 
+from kvtier.engine import Engine, EngineOptions, SamplingParams
 from kvtier.engine.models.registry import load_model
 from kvtier.engine.models.weights import load_weights
-from kvtier.errors import ModelError
+from kvtier.errors import ModelError, RequestError
 
 CPU = torch.device("cpu")
 
@@ -180,3 +182,20 @@ def test_directory_without_tokenizer(hf: Path, tmp_path: Path) -> None:
     (hf / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer.json: .*damaged"):
         load_model(hf)
+
+
+def test_ends_that_the_model_cannot_choose_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved_llama(tmp_path)
+    tiny_tokenizer().backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 319, 320, 10**30, -1]}))
+    loaded = load_model(tmp_path, torch.float32)
+    assert loaded.tokenizer.eos_ids == {0, 319}
+    assert "end-of-sequence tokens [-1, 320, 1000000000000000000000000000000] are ignored" in caplog.text
+    engine = Engine(loaded, EngineOptions(block_size=4, num_blocks=60))
+    engine.add("r", [1, 2, 3], SamplingParams(max_tokens=5, min_tokens=5))
+    while engine.has_work:
+        outputs = engine.step()
+    assert len(outputs[0].token_ids) == 5
+    assert not {0, 319} & set(outputs[0].token_ids[:4])
+    with pytest.raises(RequestError, match=r"stop_token_ids with token id 320: expected 0\.\.319"):
+        engine.add("s", [1], SamplingParams(stop_token_ids=frozenset({320})))

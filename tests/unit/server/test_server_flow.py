@@ -337,12 +337,33 @@ def test_a_failing_engine_is_told_and_passes(fresh):
     server.at_rest()
 
 
+def test_a_request_of_nonsense_is_told_alone(fresh, monkeypatch):
+    """Its logits are no numbers: nobody else's tokens, and nothing that is stored, has to do with it."""
+    server, ask = fresh(), {"prompt": [1, 2, 3], "max_tokens": 30, **GREEDY}
+    server.llm.model.model.embedding[251] = float("nan")
+    expected = server.post("/v1/completions", **ask).json()["choices"]
+    hurry = slow_down(monkeypatch, server.llm)
+    with ThreadPoolExecutor(1) as pool:
+        victim = pool.submit(server.post, "/v1/completions", **ask)
+        until(lambda: server.llm.stats().running == 1)
+        puts = server.llm.store.metrics.value("put_blocks_total", outcome="stored")
+        for asked in ({}, {"stream": True}, {"n": 2}):
+            response = server.post("/v1/completions", prompt=[251] * 9, max_tokens=4, **asked)
+            assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+        assert not victim.done()
+        assert server.llm.store.metrics.value("put_blocks_total", outcome="stored") == puts
+        hurry.set()
+        assert victim.result().json()["choices"] == expected
+    server.at_rest()
+
+
 HOSTILE = [
     {"temperature": 1e-320},
     {"temperature": 1e30},
     {"presence_penalty": -2, "frequency_penalty": -2, "repetition_penalty": 0.01},
     {"logit_bias": {str(token): -100 for token in range(257)}},
     {"top_k": 2**70, "top_p": 1e-320, "min_p": 1e-320},
+    {"temperature": 5.0, "top_k": 2, "top_p": 5e-324, "seed": 1},
     {"priority": 2**63, "ttft_target": 1e-320, "tpot_target": 86_400},
     {"stop": ["\ud800", "\x00"], "stop_token_ids": list(range(257))},
     {"beam_width": 4, "temperature": 0, "length_penalty": -10},

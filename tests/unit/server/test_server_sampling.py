@@ -91,6 +91,12 @@ def test_what_costs_more_than_it_shows():
         (completion, {"stop": ""}, "stop"),
         (completion, {"stop_token_ids": [-1]}, "stop_token_ids"),
         (completion, {"logit_bias": {"a": 1}}, "logit_bias"),
+        (completion, {"logit_bias": {"1_0": 1}}, "logit_bias"),
+        (completion, {"logit_bias": {"\u0661": 1}}, "logit_bias"),
+        (completion, {"logit_bias": {" 1": 1}}, "logit_bias"),
+        (completion, {"logit_bias": {"+1": 1}}, "logit_bias"),
+        (completion, {"logit_bias": {"01": 1}}, "logit_bias"),
+        (completion, {"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         (completion, {"logit_bias": {"1": 101}}, "logit_bias"),
         (completion, {"stream_options": {"include_usage": True}}, "stream_options"),
         (completion, {"sparse": {"kind": "quest", "share": 0.0}}, "sparse"),
@@ -176,6 +182,7 @@ def test_what_clients_write_without_meaning_is_taken():
                 {"role": "developer", "content": "Be brief."},
                 {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
                 {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "audio": None},
+                {"role": "assistant", "content": None},
             ],
             "tools": [],
             "tool_choice": "none",
@@ -189,6 +196,7 @@ def test_what_clients_write_without_meaning_is_taken():
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "x"},
+        {"role": "assistant", "content": ""},
     ]
 
 
