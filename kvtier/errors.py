@@ -76,7 +76,7 @@ class BlocksRemain(TierError):
 
     def __init__(self, tiers: Mapping[str, str], *, late: bool) -> None:
         why = "; ".join(f"{name} ({error})" for name, error in tiers.items())
-        super().__init__(f"blocks remain in {why}: gone from all other tiers; do it again once these answer")
+        super().__init__(f"blocks remain in {why}: they are gone from all other tiers; repeat it once these can do it")
         self.tiers = tuple(tiers)
         self.late = late
 

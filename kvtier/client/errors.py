@@ -110,11 +110,11 @@ class QuotaExceeded(Refused):
 
 
 class Busy(Refused):
-    """Back-pressure, or the service drains: try again after `retry_after` seconds."""
+    """Back-pressure, the service drains, or a tier could not remove blocks: try again after `retry_after` seconds."""
 
 
 class ServerTimeout(Refused):
-    """The service did not finish within the deadline."""
+    """The service did not finish within the deadline; what was to be removed may still be there."""
 
 
 _BY_STATUS: dict[int, type[Refused]] = {

@@ -29,8 +29,8 @@ class StoreOptions:
         write_budget: bytes per day that may be written to lower tiers, not counting remote ones; above it, second touch
             only, and nothing a whole day above. None: no limit.
         admission: what is asked under the rule `second_touch`, also where the budget brings it about.
-        load_deadline: seconds after which a load that was given no deadline is a miss; close and flush wait as long
-            for a tier that makes no progress.
+        load_deadline: seconds after which a load that was given no deadline is a miss; close, flush and removals
+            wait as long for a tier that makes no progress.
         session_keys: keys of which it is remembered to which session they belong; of those beyond it nobody knows.
         prefetch: what is brought to host before it is asked for.
         breaker_timeouts: consecutive timeouts after which a tier is skipped.

@@ -56,7 +56,7 @@ class TieredStore:
 
     Work that moves bytes or touches a disk runs in the store's threads and returns a `Future`; `match`, `wanted`,
     `pin` and `release` only touch indices and host memory and run in the caller's. A tier's failure degrades to a
-    miss or a drop. Deadlines are absolute `time.monotonic()` seconds.
+    miss or a drop; of a removal it is an error. Deadlines are absolute `time.monotonic()` seconds.
 
     Args:
         host: the gateway: whatever moves between the device and lower tiers passes through it.

@@ -17,6 +17,7 @@ from patience import until
 from rigs_world import PATIENCE, SLACK, Rig
 
 from kvtier.cpu import HostTier
+from kvtier.errors import BlocksRemain
 from kvtier.metrics import Metrics
 from kvtier.remote import open_remote
 from kvtier.store import StoreOptions, TieredStore
@@ -87,7 +88,10 @@ class World:
         until(lambda: self._round_trip(refs), "the remote tier does not come back")
 
     def _round_trip(self, refs: Sequence[BlockRef]) -> bool:
-        self.store.delete([ref.key for ref in refs])
+        try:
+            self.store.delete([ref.key for ref in refs])
+        except BlocksRemain:
+            return False
         self.put(refs)
         return self.below(refs) == CHAIN
 

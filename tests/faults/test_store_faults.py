@@ -7,6 +7,7 @@ import pytest
 from store_world import BLOCK, ExtentTier, fetched, items, keys, nothing_is_held
 
 from kvtier.cpu import HostTier
+from kvtier.errors import BlocksRemain
 from kvtier.metrics import Metrics
 from kvtier.store import StoreOptions, TieredStore
 from kvtier.testing import Fault, FaultyTier, Kind
@@ -154,13 +155,15 @@ def test_a_closed_store_is_a_miss() -> None:
     assert store.fetch(lease, 0, 0).result() == 0
     assert store.prefetch(keys("a", 2), "test").result(10) == (0, "closed")
     assert store.pin(keys("a", 2), "test") == 0
-    assert store.delete(keys("a", 2)) == 0
     store.hint([], [])
     store.end_session("none")
     store.release_owner("test")
     store.release(lease)
     store.flush()
-    store.clear()
+    # What is on a disk or a server stays there, so that nothing is said to be gone.
+    for remove in (lambda: store.delete(keys("a", 2)), store.clear):
+        with pytest.raises(BlocksRemain, match=r"blocks remain in host .*closed.*; below .*closed"):
+            remove()
 
 
 def test_close_drains_what_was_put() -> None:

@@ -5,7 +5,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from patience import until
@@ -338,8 +338,13 @@ def test_what_is_deleted_on_its_way_down_does_not_come_back(store: TieredStore, 
     store.put(items("a", 4)).result()
     assert entered.wait(30)
     store.put(items("b", 4)).result()
-    assert store.delete([key("a", 1), key("b", 0)]) == 2
-    go_on.set()
+    with ThreadPoolExecutor(1) as threads:
+        deleted = threads.submit(store.delete, [key("a", 1), key("b", 0)])
+        # What is being written may arrive: nobody is told that it is gone before it has, and went again.
+        until(lambda: store._demoters[0]._inflight._deleted)
+        assert not deleted.done()
+        go_on.set()
+        assert deleted.result(30) == 2
     store.flush()
     assert held(below, keys("a", 2)) == [True, False]
     assert not held(below, [key("b", 0)])[0]

@@ -1,0 +1,133 @@
+"""A removal that a tier did not do is told, names the tier, and is done everywhere else."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from patience import until
+from store_world import BLOCK, NS, ExtentTier, fetched, held, items, keys, nothing_is_held
+
+from kvtier.cpu import HostTier
+from kvtier.errors import BlocksRemain
+from kvtier.store import StoreOptions, TieredStore
+from kvtier.testing import Fault, FaultyTier, Kind
+
+VERBS: dict[str, Callable[[TieredStore], object]] = {
+    "remove": lambda store: store.delete(keys("a", 4)),
+    "clear": lambda store: store.clear(ns=NS),
+}
+STRIKES = [(verb, kind) for verb in VERBS for kind in (Kind.UNAVAILABLE, Kind.TIMEOUT, Kind.HANG, Kind.LOST)]
+UNTAKEN = [Fault("reserve", Kind.ENOSPC), Fault("write", Kind.EIO), Fault("write", Kind.UNAVAILABLE)]
+
+
+class World:
+    """host over a tier that fails over one that does not."""
+
+    def __init__(self) -> None:
+        self.host = HostTier(64 * BLOCK)
+        self.faulty = FaultyTier(ExtentTier(128 * BLOCK, name="faulty"))
+        self.sound = ExtentTier(128 * BLOCK, name="sound")
+        options = StoreOptions(load_deadline=1.0, breaker_timeouts=100)
+        self.store = TieredStore(self.host, [self.faulty, self.sound], options=options)
+
+    def lay(self) -> None:
+        assert self.store.put(items("a", 4)).result(30).stored == 4
+        until(lambda: all(all(held(tier, keys("a", 4))) for tier in (self.faulty, self.sound)))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    with contextlib.closing(world.store):
+        yield world
+        world.faulty.heal()
+        until(lambda: nothing_is_held(world.store))
+
+
+@pytest.mark.parametrize(("verb", "kind"), STRIKES)
+def test_a_tier_that_keeps_blocks_is_named_and_the_others_have_none(world: World, verb: str, kind: Kind) -> None:
+    world.lay()
+    world.faulty.inject(Fault(verb, kind))
+    with pytest.raises(BlocksRemain, match="blocks remain in faulty") as caught:
+        VERBS[verb](world.store)
+    assert (caught.value.tiers, caught.value.late) == (("faulty",), kind is not Kind.UNAVAILABLE)
+    assert held(world.host, keys("a", 4)) == held(world.sound, keys("a", 4)) == [False] * 4
+    counted = "errors_total" if kind is Kind.UNAVAILABLE else "timeouts_total"
+    assert world.store.metrics.value(counted, tier="faulty", operation=verb) == 1
+    if kind in (Kind.UNAVAILABLE, Kind.TIMEOUT):
+        assert world.store.match(keys("a", 4)).tiers == ("faulty",) * 4
+    world.faulty.heal()
+    VERBS[verb](world.store)
+    assert world.store.match(keys("a", 4)).tiers == ()
+
+
+def test_a_tier_that_is_not_asked_fails_nobody(world: World) -> None:
+    world.lay()
+    world.faulty.inject(Fault("*", Kind.UNAVAILABLE))
+    world.store.clear("host")
+    world.store.clear("sound", ns=NS)
+    assert held(world.sound, keys("a", 4)) == [False] * 4
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_is_still_being_written_is_not_gone(world: World, verb: str) -> None:
+    world.faulty.inject(Fault("write", Kind.LOST))
+    world.store.put(items("a", 4)).result(30)
+    until(lambda: world.faulty.injected["write", Kind.LOST])
+    with pytest.raises(BlocksRemain, match=r"faulty \(what was on its way there") as caught:
+        VERBS[verb](world.store)
+    assert caught.value.late
+    world.faulty.heal()
+    VERBS[verb](world.store)
+    assert world.store.match(keys("a", 4)).tiers == ()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_tier_with_a_defect_has_not_cleared(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.lay()
+    monkeypatch.setattr(world.faulty, "clear", lambda ns: {}[ns])
+    with pytest.raises(BlocksRemain, match=r"faulty \(clear died\)"):
+        world.store.clear()
+
+
+@pytest.mark.parametrize("fault", UNTAKEN, ids=lambda fault: f"{fault.verb} {fault.kind}")
+def test_what_no_lower_tier_took_is_counted(fault: Fault) -> None:
+    below = FaultyTier(ExtentTier(64 * BLOCK, name="faulty"))
+    with contextlib.closing(TieredStore(HostTier(64 * BLOCK), [below])) as store:
+        store.put(items("taken", 2)).result(30)
+        store.flush()
+        below.inject(fault)
+        for chain in ("a", "b", "c"):
+            store.put(items(chain, 4)).result(30)
+        store.flush()
+        assert store.untaken() == 12
+        store.delete(keys("c", 4))
+        assert store.untaken() == 8
+        below.heal()
+        # Used again, it goes again.
+        assert fetched(store, keys("a", 4)) == 4
+        store.flush()
+        assert store.untaken() == 4
+        # What left host was lost then, not now.
+        store.clear("host")
+        assert store.untaken() == 0
+
+
+def test_what_another_tier_took_is_not_lost(world: World) -> None:
+    world.faulty.inject(Fault("write", Kind.EIO))
+    world.store.put(items("a", 4)).result(30)
+    world.store.flush()
+    assert held(world.sound, keys("a", 4)) == [True] * 4
+    assert world.store.untaken() == 0
+
+
+def test_a_removal_waits_for_nothing_that_is_not_on_its_way(world: World) -> None:
+    world.lay()
+    world.faulty.inject(Fault("write", Kind.LOST))
+    world.store.put(items("b", 4)).result(30)
+    until(lambda: world.faulty.injected["write", Kind.LOST])
+    done = threading.Event()
+    threading.Thread(target=lambda: (world.store.delete(keys("a", 4)), done.set()), daemon=True).start()
+    assert done.wait(30)
+    assert world.store.match(keys("a", 4)).tiers == ()
