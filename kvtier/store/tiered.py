@@ -7,7 +7,7 @@ Its way up: match -> acquire (leased where it lies) -> fetch (promoted into host
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Literal, TypeVar
@@ -36,7 +36,7 @@ from kvtier.store.putting import Putter, Received
 from kvtier.store.recoding import Recoder
 from kvtier.store.results import Located, PutOutcome, PutResult, StoreMatch
 from kvtier.store.sessions import SessionBook, Turns
-from kvtier.tiers import OWN_WORK, BlockRef, Owner, Tier
+from kvtier.tiers import OWN_WORK, BlockRef, Owner, Tier, namespaces_in
 
 __all__ = ["TieredStore"]
 
@@ -459,8 +459,10 @@ class TieredStore:
         self._ports[0].remove(keys)
         return sum(there)
 
-    def clear(self, tier_name: str | None = None, *, ns: int | None = None) -> None:
-        """Remove every block of a namespace (None: all) from one tier (None: all), those on their way included.
+    def clear(self, tier_name: str | None = None, *, ns: int | Collection[int] | None = None) -> None:
+        """Remove every block of one or several namespaces (None: all) from one tier (None: all).
+
+        Those on their way are included. Several take hardly longer than one.
 
         Raises:
             ConfigError: there is no tier of that name.
@@ -478,7 +480,8 @@ class TieredStore:
                 port.patiently("clear", partial(_clear, port.tier, ns))
         if tier_name is None and self.lower:
             # As in `delete`.
-            self._leases.delete(lambda ref: ns in (None, ref.ns))
+            spaces = namespaces_in(ns)
+            self._leases.delete(lambda ref: spaces is None or ref.ns in spaces)
             self._inflight.delete()
             self._ports[0].patiently("clear", partial(_clear, self.host, ns))
 
@@ -568,7 +571,7 @@ class TieredStore:
             self.prefetch(keys, f"{OWN_WORK}session.{session}")
 
 
-def _clear(tier: Tier, ns: int | None) -> None:
+def _clear(tier: Tier, ns: int | Collection[int] | None) -> None:
     tier.clear(ns).wait()
 
 

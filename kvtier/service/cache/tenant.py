@@ -62,7 +62,8 @@ class Tenant:
         self.name = name
         self.quotas = {"host": quota.host} | ({} if quota.nvme is None else {"nvme": quota.nvme})
         self.tiering = tiering_of(name, quota, tiering)
-        self.events = EventLog(settings.max_events)
+        self.parts: dict[int, tuple[OpenNamespace, int]] = {}
+        self.events = EventLog(settings.max_events, whose=self.parts.get)
         self.metrics = Metrics()
         self.store = self._open(settings, clock)
         self._policy = tiering.host.policy if tiering.host is not None else "lru"
@@ -75,7 +76,7 @@ class Tenant:
         self._most = settings.max_namespaces
         self._idle = settings.namespace_idle
         # Twice: a call may last so long, and what it began a little longer.
-        self._leaving = Leaving(self.store, 2 * settings.request_timeout, clock)
+        self._leaving = Leaving(self.store, self.parts, 2 * settings.request_timeout, clock)
         # Two: to keep a namespace takes a disk's time, and no read waits for that.
         self._naming = threading.Lock()
         self._lock = threading.Lock()
@@ -110,7 +111,6 @@ class Tenant:
     def _adopt(self, known: TenantState) -> None:
         self._spaces: dict[str, OpenNamespace] = {}
         self.traffic = TenantTraffic()
-        self.parts: dict[int, tuple[OpenNamespace, int]] = {}
         for spec, created in known.namespaces.values():
             space = OpenNamespace(spec, known.salt, created)
             self._register(space)
@@ -192,7 +192,7 @@ class Tenant:
         if idle is None:
             raise ServiceError("quota_exceeded", f"{self._most} namespaces: at most so many; drop one")
         self._end(idle)
-        self._left(idle)
+        self._leaving.add(idle)
 
     def _unused(self) -> OpenNamespace | None:
         """Of the namespaces that were not used for `service.namespace_idle` and hold nothing here, the oldest."""
@@ -213,8 +213,7 @@ class Tenant:
 
     def clear(self, space: OpenNamespace) -> None:
         """Remove all of its blocks from every tier."""
-        for index in space.indices:
-            self.store.clear(ns=index)
+        self.store.clear(ns=space.indices)
 
     def drop(self, space: OpenNamespace) -> None:
         """Remove a namespace and its blocks.
@@ -230,19 +229,13 @@ class Tenant:
             try:
                 self.clear(space)
             finally:
-                # Only now: what was cleared is told in its name.
-                self._left(space)
+                self._leaving.add(space)
 
     def _end(self, space: OpenNamespace) -> None:
         rest = {name: known for name, known in self._known.namespaces.items() if name != space.spec.name}
         self._keep(rest)
         self._spaces.pop(space.spec.name)
         self.traffic.leave(space.spec.name)
-
-    def _left(self, space: OpenNamespace) -> None:
-        for index in space.indices:
-            self.parts.pop(index)
-        self._leaving.add(space)
 
     def _keep(self, namespaces: Mapping[str, tuple[NamespaceSpec, float]]) -> None:
         fresh = replace(self._known, namespaces=namespaces)
