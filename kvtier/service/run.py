@@ -1,7 +1,8 @@
 """The service's process: both ports, its signals, and how it ends.
 
 SIGTERM, SIGINT   drain: /readyz turns to 503, new calls are refused, what runs may end within `service.drain_timeout`;
-                  then everything is flushed. Exit code 0, or 1 if something was left behind. A second one stops at once
+                  then everything is flushed. Exit code 0, or 1 if something was left behind, which is not waited for
+                  then. A second one stops at once
 SIGHUP            read the file of tokens again
 """
 
