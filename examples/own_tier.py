@@ -5,7 +5,7 @@ python examples/own_tier.py [MODEL]
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +34,7 @@ from kvtier.tiers import (
     TierCaps,
     block_checksum,
     expired,
+    namespaces_in,
 )
 
 
@@ -270,9 +271,10 @@ class HeapTier:
                 self._drop(key)
         return self._finish([Status.OK if was else Status.MISS for was in there])
 
-    def clear(self, ns: int | None = None) -> Ticket:
+    def clear(self, ns: int | Collection[int] | None = None) -> Ticket:
+        spaces = namespaces_in(ns)
         with self._lock:
-            for key in [key for key, node in self._nodes.items() if ns is None or node.record.ref.ns == ns]:
+            for key in [key for key, node in self._nodes.items() if spaces is None or node.record.ref.ns in spaces]:
                 self._drop(key)
         return self._finish([Status.OK])
 

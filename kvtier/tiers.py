@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -52,6 +52,7 @@ __all__ = [
     "completes_run",
     "counted",
     "expired",
+    "namespaces_in",
 ]
 
 Owner: TypeAlias = str
@@ -345,8 +346,11 @@ class Tier(Protocol):
         """End all leases and reservations of an owner that is gone. Unknown owners hold nothing."""
         ...
 
-    def clear(self, ns: int | None = None) -> Ticket:
-        """Remove every record of a namespace, or of all (None). One status."""
+    def clear(self, ns: int | Collection[int] | None = None) -> Ticket:
+        """Remove every record of a namespace, of several at once, or of all (None). One status.
+
+        See `namespaces_in`.
+        """
         ...
 
     def poll(self) -> list[Done]:
@@ -435,6 +439,11 @@ def completes_run(ref: BlockRef, run: int) -> bool:
 def counted(owner: Owner) -> bool:
     """Whether what an owner leases, or does not find, counts as hits and misses."""
     return owner != USED_ELSEWHERE and not owner.startswith(OWN_WORK)
+
+
+def namespaces_in(ns: int | Collection[int] | None) -> frozenset[int] | None:
+    """What `Tier.clear` is asked for, as a set; None: all."""
+    return ns if ns is None else frozenset((ns,) if isinstance(ns, int) else ns)
 
 
 def expired(deadline: float | None) -> bool:

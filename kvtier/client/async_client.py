@@ -94,15 +94,18 @@ class AsyncClient:
         parts: Sequence[int] | None = None,
         each: bool = False,
         lossy: bool = False,
+        depth: int = 0,
         timeout: float | None = None,
     ) -> list[Found]:
         """See `Client.get_many`."""
         seconds = self.options.timeout if timeout is None else timeout
-        call = calls.get_many(ns, keys, parts, seconds, each=each, lossy=lossy)
+        call = calls.get_many(ns, keys, parts, seconds, each=each, lossy=lossy, depth=depth)
         if not keys:
             return []
         return await self._move(
-            lambda data, left: data.get_many(ns, keys, parts=parts, each=each, lossy=lossy, timeout=left), call, seconds
+            lambda data, left: data.get_many(ns, keys, parts=parts, each=each, lossy=lossy, depth=depth, timeout=left),
+            call,
+            seconds,
         )
 
     async def head(
@@ -118,13 +121,15 @@ class AsyncClient:
     # ---- looking up
 
     async def match(
-        self, ns: str, keys: Sequence[bytes], *, lossy: bool = False, timeout: float | None = None
+        self, ns: str, keys: Sequence[bytes], *, lossy: bool = False, depth: int = 0, timeout: float | None = None
     ) -> Match:
         """See `Client.match`."""
         if not keys:
             return Match((), ())
-        call = calls.match(ns, keys, lossy=lossy)
-        return await self._move(lambda data, left: data.match(ns, keys, lossy=lossy, timeout=left), call, timeout)
+        call = calls.match(ns, keys, lossy=lossy, depth=depth)
+        return await self._move(
+            lambda data, left: data.match(ns, keys, lossy=lossy, depth=depth, timeout=left), call, timeout
+        )
 
     async def match_tokens(
         self,
@@ -151,10 +156,12 @@ class AsyncClient:
         """See `Client.unpin`."""
         await self._caller.run(calls.unpin(pin_id), timeout)
 
-    async def prefetch(self, ns: str, keys: Sequence[bytes], *, timeout: float | None = None) -> Prefetch:
+    async def prefetch(
+        self, ns: str, keys: Sequence[bytes], *, depth: int = 0, timeout: float | None = None
+    ) -> Prefetch:
         """See `Client.prefetch`."""
         seconds = self.options.timeout if timeout is None else timeout
-        return await self._caller.run(calls.prefetch(ns, keys, seconds), seconds)
+        return await self._caller.run(calls.prefetch(ns, keys, seconds, depth=depth), seconds)
 
     async def prefetched(self, prefetch_id: str, *, timeout: float | None = None) -> Prefetch:
         """See `Client.prefetched`."""

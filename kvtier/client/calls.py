@@ -121,11 +121,19 @@ def put_many(ns: str, blocks: Sequence[Block]) -> Call[list[PutOutcome]]:
 
 
 def get_many(
-    ns: str, keys: Sequence[bytes], parts: Sequence[int] | None, timeout: float, *, each: bool, lossy: bool
+    ns: str,
+    keys: Sequence[bytes],
+    parts: Sequence[int] | None,
+    timeout: float,
+    *,
+    each: bool,
+    lossy: bool,
+    depth: int = 0,
 ) -> Call[list[Found]]:
     """The leading run of blocks, or (`each`) whichever are there."""
     asked = {
         "keys": _hex(keys),
+        "depth": depth,
         "parts": None if parts is None else list(parts),
         "each": each,
         "lossy": lossy,
@@ -145,14 +153,14 @@ def delete(ns: str, keys: Sequence[bytes]) -> Call[int]:
     )
 
 
-def match(ns: str, keys: Sequence[bytes], *, lossy: bool) -> Call[Match]:
+def match(ns: str, keys: Sequence[bytes], *, lossy: bool, depth: int = 0) -> Call[Match]:
     """The leading run, by chain keys."""
     return Call(
         "POST",
         _blocks(ns, "match"),
         read_json(lambda told: Match(tuple(told["tiers"]), tuple(keys))),
         headers=_JSON,
-        body=_json({"keys": _hex(keys), "lossy": lossy}),
+        body=_json({"keys": _hex(keys), "lossy": lossy, "depth": depth}),
     )
 
 
@@ -192,14 +200,14 @@ def unpin(pin_id: str) -> Call[None]:
     return Call("DELETE", _path("pins", pin_id), read_json(_nothing), missing={"unknown_pin": None})
 
 
-def prefetch(ns: str, keys: Sequence[bytes], timeout: float) -> Call[Prefetch]:
+def prefetch(ns: str, keys: Sequence[bytes], timeout: float, *, depth: int = 0) -> Call[Prefetch]:
     """Every call is another prefetch, so this is never repeated."""
     return Call(
         "POST",
         f"{_path('namespaces', ns)}/prefetches",
         read_json(_prefetch),
         headers=_JSON,
-        body=_json({"keys": _hex(keys), "timeout": max(timeout, _LEAST_TIMEOUT)}),
+        body=_json({"keys": _hex(keys), "depth": depth, "timeout": max(timeout, _LEAST_TIMEOUT)}),
         idempotent=False,
     )
 

@@ -124,6 +124,7 @@ class Client:
         parts: Sequence[int] | None = None,
         each: bool = False,
         lossy: bool = False,
+        depth: int = 0,
         timeout: float | None = None,
     ) -> list[Found]:
         """Read the longest leading run of blocks, or (`each`) whichever are there; block by block, part by part.
@@ -134,14 +135,17 @@ class Client:
             parts: of every block; None: all.
             each: do not stop at the first block that is absent.
             lossy: see `get`.
+            depth: of the first key in its chain; by a wrong one, tiers that keep runs of blocks find less.
             timeout: seconds.
         """
         seconds = self.options.timeout if timeout is None else timeout
-        call = calls.get_many(ns, keys, parts, seconds, each=each, lossy=lossy)
+        call = calls.get_many(ns, keys, parts, seconds, each=each, lossy=lossy, depth=depth)
         if not keys:
             return []
         return self._move(
-            lambda data, left: data.get_many(ns, keys, parts=parts, each=each, lossy=lossy, timeout=left), call, seconds
+            lambda data, left: data.get_many(ns, keys, parts=parts, each=each, lossy=lossy, depth=depth, timeout=left),
+            call,
+            seconds,
         )
 
     def head(
@@ -156,12 +160,19 @@ class Client:
 
     # ---- looking up
 
-    def match(self, ns: str, keys: Sequence[bytes], *, lossy: bool = False, timeout: float | None = None) -> Match:
-        """How long a leading run of a chain is there, and in which tiers. Moves nothing, renews no recency."""
+    def match(
+        self, ns: str, keys: Sequence[bytes], *, lossy: bool = False, depth: int = 0, timeout: float | None = None
+    ) -> Match:
+        """How long a leading run of a chain is there, and in which tiers. Moves nothing, renews no recency.
+
+        depth: see `get_many`.
+        """
         if not keys:
             return Match((), ())
-        call = calls.match(ns, keys, lossy=lossy)
-        return self._move(lambda data, left: data.match(ns, keys, lossy=lossy, timeout=left), call, timeout)
+        call = calls.match(ns, keys, lossy=lossy, depth=depth)
+        return self._move(
+            lambda data, left: data.match(ns, keys, lossy=lossy, depth=depth, timeout=left), call, timeout
+        )
 
     def match_tokens(
         self,
@@ -196,10 +207,13 @@ class Client:
         """End a pin; one that has expired is none any more."""
         self._caller.run(calls.unpin(pin_id), timeout)
 
-    def prefetch(self, ns: str, keys: Sequence[bytes], *, timeout: float | None = None) -> Prefetch:
-        """Bring the leading run into host. Returns at once; the work has the same time."""
+    def prefetch(self, ns: str, keys: Sequence[bytes], *, depth: int = 0, timeout: float | None = None) -> Prefetch:
+        """Bring the leading run into host. Returns at once; the work has the same time.
+
+        depth: see `get_many`.
+        """
         seconds = self.options.timeout if timeout is None else timeout
-        return self._caller.run(calls.prefetch(ns, keys, seconds), seconds)
+        return self._caller.run(calls.prefetch(ns, keys, seconds, depth=depth), seconds)
 
     def prefetched(self, prefetch_id: str, *, timeout: float | None = None) -> Prefetch:
         """How far a prefetch is."""

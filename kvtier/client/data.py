@@ -301,10 +301,10 @@ class DataClient:
         """End a pin."""
         self._ask(Opcode.UNPIN, wire.Unpin(pin_id), wire.Done, timeout)
 
-    def prefetch(self, ns: str, keys: Sequence[bytes], *, timeout: float | None = None) -> Prefetch:
+    def prefetch(self, ns: str, keys: Sequence[bytes], *, depth: int = 0, timeout: float | None = None) -> Prefetch:
         """Bring the leading run into host. Returns at once; the work has the same time."""
         seconds = self.timeout if timeout is None else timeout
-        asked = wire.Prefetch(ns, pack_keys(keys), timeout=seconds)
+        asked = wire.Prefetch(ns, pack_keys(keys), timeout=seconds, depth=depth)
         return _prefetch(self._ask(Opcode.PREFETCH, asked, wire.PrefetchAnswer, timeout, again=False))
 
     def prefetched(self, prefetch_id: str, *, timeout: float | None = None) -> Prefetch:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from prometheus_client import Counter as Metric
@@ -35,6 +35,7 @@ from kvtier.tiers import (
     checksum_heads,
     counted,
     expired,
+    namespaces_in,
 )
 
 __all__ = ["HostTier"]
@@ -456,21 +457,22 @@ class HostTier:
             self._table.drop_keys(keys)
         return self._finish(statuses)
 
-    def clear(self, ns: int | None = None) -> Ticket:
+    def clear(self, ns: int | Collection[int] | None = None) -> Ticket:
         """See `Tier.clear`. Reservations stay."""
         with self._changed():
             self._require_open()
-            self._drop_namespace(ns, "cleared")
+            self._drop_namespaces(namespaces_in(ns), "cleared")
         return self._finish([Status.OK])
 
-    def _drop_namespace(self, ns: int | None, reason: str) -> None:
+    def _drop_namespaces(self, spaces: frozenset[int] | None, reason: str) -> None:
         nodes = self._table.nodes.items()
-        self._table.drop_keys([key for key, node in nodes if ns is None or node.extent.ref.ns == ns])
+        self._table.drop_keys([key for key, node in nodes if spaces is None or node.extent.ref.ns in spaces])
         changes = self._table.changes
         if self._events is not None and changes is not None:
             # A descendant in another namespace, which a wrong ref can make, is told by itself.
-            changes.removed[:] = [(of, key) for of, key in changes.removed if ns is not None and of != ns]
-            self._events.cleared(self.name, ns, reason)
+            changes.removed[:] = [(of, key) for of, key in changes.removed if spaces is not None and of not in spaces]
+            for ns in (None,) if spaces is None else sorted(spaces):
+                self._events.cleared(self.name, ns, reason)
             self._tell_changes(reason)
 
     # ---- memory
@@ -530,7 +532,7 @@ class HostTier:
             self._closed = True
             for owner in self._table.owners():
                 self._table.release_owner(owner)
-            self._drop_namespace(None, "closed")
+            self._drop_namespaces(None, "closed")
             self._slab.close()
 
     @contextmanager

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from kvtier.errors import ConfigError
 
@@ -28,7 +28,7 @@ class Event(NamedTuple):
     sequence: 1 for the log's first, without gaps. time: seconds since the epoch. tier: its name. ns:
     `keys.namespace_index`; None for a tier that was cleared as a whole. refs: of `stored`, parents first; a key that is
     stored already has a better copy now. keys: store keys, of `stored` and `removed`. reason: of `removed` and
-    `cleared`: `capacity`, `removed`, `damaged`, `cleared`, `closed`.
+    `cleared`: `capacity`, `removed`, `damaged`, `cleared`, `closed`. whose: what the log's owner then had for `ns`.
     """
 
     sequence: int
@@ -39,6 +39,7 @@ class Event(NamedTuple):
     refs: "tuple[BlockRef, ...]" = ()
     keys: tuple[bytes, ...] = ()
     reason: str = ""
+    whose: Any = None
 
 
 class _Change(NamedTuple):
@@ -68,6 +69,7 @@ class EventLog:
     Args:
         capacity: blocks of all events that are kept, at least 1; an event without blocks counts as one.
         clock: seconds since the epoch.
+        whose: says what a namespace is to the owner of the log, when something becomes of it; called under locks.
 
     Attributes:
         epoch: names this log; another one after a restart, whose sequence numbers begin anew.
@@ -76,12 +78,19 @@ class EventLog:
         ConfigError: a capacity below 1.
     """
 
-    def __init__(self, capacity: int = _CAPACITY, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        capacity: int = _CAPACITY,
+        *,
+        clock: Callable[[], float] = time.time,
+        whose: Callable[[int], object] = lambda _: None,
+    ) -> None:
         if capacity < 1:
             raise ConfigError(f"event log of {capacity} blocks: expected at least 1")
         self.epoch = secrets.token_hex(8)
         self._capacity = capacity
         self._clock = clock
+        self._whose = whose
         self._events: deque[Event] = deque()
         self._weight = 0
         self._last = 0
@@ -116,7 +125,8 @@ class EventLog:
         with self._changed:
             for change in changes:
                 self._last += 1
-                self._events.append(Event(self._last, now, *change))
+                whose = None if change.ns is None else self._whose(change.ns)
+                self._events.append(Event(self._last, now, *change, whose))
                 self._weight += max(len(change.keys), 1)
             while self._weight > self._capacity and len(self._events) > 1:
                 self._weight -= max(len(self._events.popleft().keys), 1)

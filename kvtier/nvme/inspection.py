@@ -179,7 +179,7 @@ class Maintenance:
 
     def clear(self, ns: int | None = None) -> int:
         """Drop all blocks, or those of a namespace; returns how many."""
-        return self.opened.space.clear(ns)
+        return self.opened.space.clear(None if ns is None else (ns,))
 
 
 @contextmanager

@@ -489,14 +489,14 @@ class Space:
             key = seen[-1][0] + b"\0" if len(seen) == _SCANNED else b""
         return dropped
 
-    def clear(self, ns: int | None = None) -> int:
-        """Drop the records of a namespace, or all, some at a time; returns how many."""
+    def clear(self, spaces: Collection[int] | None = None) -> int:
+        """Drop the records of these namespaces, or all, some at a time; returns how many."""
         dropped, start = 0, bytes(STORE_KEY_BYTES)
         while start:
             with self.changing(reason="cleared") as change:
                 page = list(islice(change.ledger.records(start), DROPS))
                 for key, record in page:
-                    if ns is None or change.ledger.ref(key, record).ns == ns:
+                    if spaces is None or change.ledger.ref(key, record).ns in spaces:
                         dropped += change.drop(key, record, spare_leased=False)
             start = page[-1][0] + b"\0" if len(page) == DROPS else b""
         self.forget_plan()

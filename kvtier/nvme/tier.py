@@ -43,6 +43,7 @@ from kvtier.tiers import (
     Status,
     Ticket,
     TierCaps,
+    namespaces_in,
 )
 
 __all__ = ["NvmeTier"]
@@ -181,10 +182,10 @@ class NvmeTier:
         self._space.forget_plan()
         return self._completions.finish(Ticket(), statuses)
 
-    def clear(self, ns: int | None = None) -> Ticket:
+    def clear(self, ns: int | Collection[int] | None = None) -> Ticket:
         """See `Tier.clear`. Reservations stay."""
         self._holds.require_open()
-        self._space.clear(ns)
+        self._space.clear(namespaces_in(ns))
         return self._completions.finish(Ticket(), [Status.OK])
 
     def holding(self, namespaces: Collection[int]) -> set[int]:

@@ -16,7 +16,7 @@ hanging            the call that waits: TIMEOUT, connection dropped    the store
 full               the reply to a write                                FULL without sending a byte, for a second
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ from kvtier.remote.negative import Absent
 from kvtier.remote.reading import Reader
 from kvtier.remote.state import State
 from kvtier.remote.writing import Writer
-from kvtier.tiers import BlockRef, Done, Handle, Owner, Reservation, Status, Ticket, TierCaps
+from kvtier.tiers import BlockRef, Done, Handle, Owner, Reservation, Status, Ticket, TierCaps, namespaces_in
 
 __all__ = ["RemoteOptions", "RemoteTier"]
 
@@ -202,18 +202,21 @@ class RemoteTier:
         there = leased | {name for name, was in zip(free, answers, strict=True) if was}
         return [name in there for name in names]
 
-    def clear(self, ns: int | None = None) -> Ticket:
+    def clear(self, ns: int | Collection[int] | None = None) -> Ticket:
         """See `Tier.clear`: all records under this backend's prefix, whoever wrote them. Reservations stay.
 
-        Of a namespace: asks every record which one it is in. What is written meanwhile may stay.
+        Of namespaces: asks every record which one it is in. What is written meanwhile may stay.
         """
         self._state.require_open()
+        wanted = namespaces_in(ns)
         for names in self._backend.names(self._state.movers.limit(None) + _CLEAR_SECONDS):
-            if ns is not None:
+            if wanted is not None:
                 heads = self._backend.heads(names, self._state.movers.limit(None))
                 spaces = [unpack(name, head or b"") for name, head in zip(names, heads, strict=True)]
                 names = [  # noqa: PLW2901
-                    name for name, space in zip(names, spaces, strict=True) if space is not None and space.ref.ns == ns
+                    name
+                    for name, space in zip(names, spaces, strict=True)
+                    if space is not None and space.ref.ns in wanted
                 ]
             self._remove(names)
         return self._state.completions.finish(Ticket(), [Status.OK])

@@ -1,7 +1,8 @@
 """The service's process: both ports, its signals, and how it ends.
 
 SIGTERM, SIGINT   drain: /readyz turns to 503, new calls are refused, what runs may end within `service.drain_timeout`;
-                  then everything is flushed. Exit code 0, or 1 if something was left behind. A second one stops at once
+                  then everything is flushed. Exit code 0, or 1 if something was left behind, which is not waited for
+                  then. A second one stops at once
 SIGHUP            read the file of tokens again
 """
 
@@ -35,7 +36,7 @@ _SWITCH_SECONDS = 0.0005
 
 
 def serve(settings: ServiceSettings, tiering: TieringSettings) -> int:
-    """Serve until a signal ends it; returns the exit code.
+    """Serve until a signal ends it; returns the exit code, or ends the process where calls are left behind.
 
     Args:
         settings: of the service.
@@ -54,12 +55,18 @@ def serve(settings: ServiceSettings, tiering: TieringSettings) -> int:
         sys.setswitchinterval(_SWITCH_SECONDS)
         cache = Cache.open(settings, tiering)
         try:
-            return _serve(cache, tokens, settings, taken)
+            flushed, left = _serve(cache, tokens, settings, taken)
         finally:
             cache.close()
+    if left:
+        # Python waits for every thread at its end, and the calls that are left may be held up by a tier.
+        logging.shutdown()
+        os._exit(1)
+    return 0 if flushed else 1
 
 
-def _serve(cache: Cache, tokens: Tokens, settings: ServiceSettings, taken: socket.socket) -> int:
+def _serve(cache: Cache, tokens: Tokens, settings: ServiceSettings, taken: socket.socket) -> tuple[bool, int]:
+    """Until a signal; whether everything was flushed, and how many calls were left."""
     data = DataServer(cache, tokens, settings)
     if settings.data_port is not None or settings.socket is not None:
         data.start()
@@ -76,7 +83,7 @@ def _serve(cache: Cache, tokens: Tokens, settings: ServiceSettings, taken: socke
             logging.shutdown()
             # What waits for tiers here would not be at once; they are made for the death of their process.
             os._exit(1)
-        return 0 if _flushed(cache) and not server.left else 1
+        return _flushed(cache), server.left
     finally:
         data.close()
 

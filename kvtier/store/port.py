@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -182,8 +182,8 @@ class Port:
             with suppress(KVTierError):
                 self.remove(keys)
 
-    def clear(self, ns: int | None) -> None:
-        """Remove every record of a namespace, or of all (None).
+    def clear(self, ns: int | Collection[int] | None) -> None:
+        """Remove every record of one or several namespaces, or of all (None).
 
         Raises:
             KVTierError: see `remove`.

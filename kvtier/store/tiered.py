@@ -7,7 +7,7 @@ Its way up: match -> acquire (leased where it lies) -> fetch (promoted into host
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Literal, TypeVar
@@ -37,7 +37,7 @@ from kvtier.store.recoding import Recoder
 from kvtier.store.removal import Removal
 from kvtier.store.results import Located, PutOutcome, PutResult, StoreMatch
 from kvtier.store.sessions import SessionBook, Turns
-from kvtier.tiers import OWN_WORK, BlockRef, Owner, Tier
+from kvtier.tiers import OWN_WORK, BlockRef, Owner, Tier, namespaces_in
 
 __all__ = ["TieredStore"]
 
@@ -466,8 +466,10 @@ class TieredStore:
         removal.finish()
         return sum(there)
 
-    def clear(self, tier_name: str | None = None, *, ns: int | None = None) -> None:
-        """Remove every block of a namespace (None: all) from one tier (None: all), those on their way included.
+    def clear(self, tier_name: str | None = None, *, ns: int | Collection[int] | None = None) -> None:
+        """Remove every block of one or several namespaces (None: all) from one tier (None: all).
+
+        Those on their way are included. Several take hardly longer than one.
 
         Raises:
             ConfigError: there is no tier of that name.
@@ -487,7 +489,8 @@ class TieredStore:
             removal.of(port, partial(port.clear, ns), None)
         if tier_name is None and self.lower:
             # As in `delete`.
-            self._leases.delete(lambda ref: ns in (None, ref.ns))
+            spaces = namespaces_in(ns)
+            self._leases.delete(lambda ref: spaces is None or ref.ns in spaces)
             self._inflight.delete()
             removal.of(self._ports[0], partial(self._ports[0].clear, ns), None)
         removal.finish()

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 from weakref import WeakSet
@@ -251,7 +251,7 @@ class FaultyTier:
         """See `Tier.remove`."""
         return self._ticketed("remove", len(keys), None, lambda: self._inner.remove(keys))
 
-    def clear(self, ns: int | None = None) -> Ticket:
+    def clear(self, ns: int | Collection[int] | None = None) -> Ticket:
         """See `Tier.clear`."""
         return self._ticketed("clear", 1, None, lambda: self._inner.clear(ns))
 

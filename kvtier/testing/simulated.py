@@ -8,7 +8,7 @@ many terabytes fits into a test or a replay.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -38,6 +38,7 @@ from kvtier.tiers import (
     TierCaps,
     counted,
     expired,
+    namespaces_in,
 )
 
 __all__ = ["Medium", "SimulatedTier"]
@@ -301,16 +302,16 @@ class SimulatedTier:
             self._table.drop_keys(keys)
         return self._finish(statuses)
 
-    def clear(self, ns: int | None = None) -> Ticket:
+    def clear(self, ns: int | Collection[int] | None = None) -> Ticket:
         """See `Tier.clear`. Reservations stay."""
         with self._changed():
             self._require_open()
-            self._drop_namespace(ns)
+            self._drop_namespaces(namespaces_in(ns))
         return self._finish([Status.OK])
 
-    def _drop_namespace(self, ns: int | None) -> None:
+    def _drop_namespaces(self, spaces: frozenset[int] | None) -> None:
         nodes = self._table.nodes.items()
-        self._table.drop_keys([key for key, node in nodes if ns is None or node.extent.ref.ns == ns])
+        self._table.drop_keys([key for key, node in nodes if spaces is None or node.extent.ref.ns in spaces])
 
     def damage(self, key: bytes) -> None:
         """From now on the bytes of a ready record are wrong; ignored where it is absent."""
@@ -347,7 +348,7 @@ class SimulatedTier:
             self._closed = True
             for owner in self._table.owners():
                 self._table.release_owner(owner)
-            self._drop_namespace(None)
+            self._drop_namespaces(None)
 
     @contextmanager
     def _open(self) -> Iterator[None]:

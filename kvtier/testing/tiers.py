@@ -174,6 +174,18 @@ class OpenTierSuite(TierCase):
             assert run_length(tier, one) == 0
             self._assert_loads(tier, two)
 
+    def test_several_namespaces_are_cleared_at_once(self) -> None:
+        chains = [chain_refs(4, salt=salt) for salt in ("one", "two", "three")]
+        with self._tier() as tier:
+            for refs in chains:
+                self._put(tier, refs)
+            gone = {chains[0][0].ns, chains[2][0].ns}
+            assert tier.clear(gone).wait(WAIT).statuses == (Status.OK,)
+            assert [run_length(tier, refs) for refs in chains] == [0, 4, 0]
+            self._assert_loads(tier, chains[1])
+            assert tier.clear(()).wait(WAIT).statuses == (Status.OK,)
+            self._assert_loads(tier, chains[1])
+
     def test_past_deadline_is_timeout_without_side_effects(self) -> None:
         refs = chain_refs(3)
         keys = [ref.key for ref in refs]

@@ -310,12 +310,13 @@ class Unpin(_Request, frozen=True):
 
 
 class Prefetch(_Request, frozen=True):
-    """Bring the leading run into host."""
+    """Bring the leading run into host. `depth`: of the first key."""
 
     ns: str
     keys: bytes
     width: int = STORE_KEY_BYTES
     timeout: float | None = None
+    depth: int = 0
 
 
 class Prefetched(_Request, frozen=True):

@@ -33,6 +33,28 @@ def test_what_settings_make(tmp_path: Path) -> None:
         assert not tier.caps.durable
 
 
+@pytest.mark.parametrize(
+    ("url", "options", "store"),
+    [
+        (
+            "s3://bucket/team/kv",
+            "region=x,access_key_id=a,secret_access_key=b",
+            'S3Store(bucket="bucket", prefix="team/kv")',
+        ),
+        ("gs://bucket/team/kv", "", 'GCSStore(bucket="bucket", prefix="team/kv")'),
+        (
+            "az://container/team/kv",
+            "account_name=acct,account_key=Zm9v",
+            'AzureStore(container_name="container", account_name="acct", prefix="team/kv")',
+        ),
+    ],
+)
+def test_every_documented_store_opens_without_a_network(url: str, options: str, store: str) -> None:
+    with contextlib.closing(open_remote(RemoteSettings(url=url, options=options, timeout=0.1))) as tier:
+        assert repr(tier._backend._store) == store
+        assert tier.name == "remote"
+
+
 def test_what_is_in_a_directory_outlives_the_process(tmp_path: Path) -> None:
     settings = RemoteSettings(url=tmp_path.as_uri(), options="run=2")
     with contextlib.closing(open_remote(settings)) as tier:
@@ -58,6 +80,7 @@ def test_what_is_in_a_directory_outlives_the_process(tmp_path: Path) -> None:
         ({"url": "file:///dev/null/x"}, "cannot be opened"),
         ({"url": "s3://bucket/x", "options": "region=x,hue=2"}, "cannot be opened: .*hue"),
         ({"url": "s3://bucket/x", "options": "region=x,endpoint=http://h:9"}, "http://h:9 has no TLS: add allow_http"),
+        ({"url": "az://account/container/x", "options": "account_key=Zm9v"}, "set .*account_name=NAME"),
         ({"url": "ftp://host/x"}, "unknown scheme 'ftp'"),
         ({"url": "s3://key:secret@bucket"}, "holds a user name or password"),
     ],

@@ -30,7 +30,7 @@ _UNUSED = ("username", "password_file", "password_variable", "token_file", "cert
 
 
 def open_backend(url: SplitResult, settings: RemoteSettings, counts: Counts) -> ObjectBackend:
-    """Open `s3://bucket/prefix`, `gs://`, `az://`, `file:///directory` or `memory:///`.
+    """Open `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///directory` or `memory:///`.
 
     Credentials come from where the store's own tools look for them: environment, instance metadata. `options` are
     obstore's (`region`, `endpoint`, `allow_http`, ...) and `run`: blocks per object, 8 by default; processes that share
@@ -107,6 +107,12 @@ def _store(url: SplitResult, settings: RemoteSettings, options: Mapping[str, str
     if plain is not None and "allow_http" not in options:
         raise ConfigError(
             f"tiering.remote.options: {plain} has no TLS: add allow_http=true, or give an https:// address"
+        )
+    if url.scheme == "az" and not any("account_name" in name or "emulator" in name for name in given):
+        # Without it, obstore panics where the environment has one, and does not say which option is missing otherwise.
+        raise ConfigError(
+            f"tiering.remote.url = {settings.url!r}: az://container/folder does not say whose the container is; set "
+            "tiering.remote.options = 'account_name=NAME'"
         )
     try:
         if url.scheme == "file":

@@ -516,7 +516,7 @@ class Cache:
             ServiceError: forbidden.
         """
         tenant = self._tenant(caller, Scope.READ)
-        return TenantEvents(tenant.events, tenant.parts, caller.sees)
+        return TenantEvents(tenant.events, caller.sees)
 
     def regions(self, caller: Caller) -> list[RegionShare]:
         """The tenant's host memory, as other processes map it for reading: `Found.span` says where. Scope read.

@@ -1,6 +1,6 @@
 """A tenant's block events, in the names that its callers use."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvtier.events import Event, EventLog
@@ -46,16 +46,12 @@ class TenantEvents:
     """What one caller may see of its tenant's `EventLog`. Thread-safe.
 
     Args:
-        log: the tenant's.
-        spaces: namespace and part by store namespace.
+        log: the tenant's, whose `whose` is a namespace and a part: the namespace may be gone when its events are read.
         sees: whether the caller may use a namespace of this name.
     """
 
-    def __init__(
-        self, log: EventLog, spaces: Mapping[int, tuple[OpenNamespace, int]], sees: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, log: EventLog, sees: Callable[[str], bool]) -> None:
         self._log = log
-        self._spaces = spaces
         self._sees = sees
 
     @property
@@ -87,9 +83,10 @@ class TenantEvents:
         head = (event.sequence, event.time, event.kind, event.tier)
         if event.ns is None:
             return BlockEvent(*head, None, None, reason=event.reason)
-        space, part = self._spaces.get(event.ns, (None, 0))
-        if space is None or not self._sees(space.spec.name):
+        whose: tuple[OpenNamespace, int] | None = event.whose
+        if whose is None or not self._sees(whose[0].spec.name):
             return None
+        space, part = whose
         keys = tuple(store_keys(event.keys, space.masks[part]))
         parents = tuple(None if ref.parent is None else space.head(ref.parent, part) for ref in event.refs)
         depths = tuple(ref.depth for ref in event.refs)

@@ -154,7 +154,7 @@ class Read:
         return not over
 
     def _take(self) -> None:
-        nbytes = sum(run.lease.nbytes(0, len(run.lease)) for run in self._runs if run.lease is not None)
+        nbytes = sum(self._raw_bytes(run.lease) for run in self._runs if run.lease is not None)
         if nbytes > self._request.most:
             raise ServiceError(
                 "too_large",
@@ -166,6 +166,13 @@ class Read:
             self._taken = 0 if over else nbytes
         if over:
             self._inflight.give(nbytes)
+
+    def _raw_bytes(self, lease: Lease) -> int:
+        """Of the blocks as they will be handed out; they may lie encoded, several times smaller."""
+        sizes = self._request.space.spec.block_bytes
+        if not sizes:
+            return lease.nbytes(0, len(lease))
+        return len(lease) * sum(sizes[part] for part in self._request.parts)
 
     def _fetch(self) -> None:
         """Bring into host what is not there."""

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier.config import ServiceSettings, TieringSettings
-from kvtier.errors import BlocksRemain, ConfigError
+from kvtier.errors import ConfigError
 from kvtier.events import EventLog
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeTier
@@ -62,7 +62,8 @@ class Tenant:
         self.name = name
         self.quotas = {"host": quota.host} | ({} if quota.nvme is None else {"nvme": quota.nvme})
         self.tiering = tiering_of(name, quota, tiering)
-        self.events = EventLog(settings.max_events)
+        self.parts: dict[int, tuple[OpenNamespace, int]] = {}
+        self.events = EventLog(settings.max_events, whose=self.parts.get)
         self.metrics = Metrics()
         self.store = self._open(settings, clock)
         self._policy = tiering.host.policy if tiering.host is not None else "lru"
@@ -75,7 +76,7 @@ class Tenant:
         self._most = settings.max_namespaces
         self._idle = settings.namespace_idle
         # Twice: a call may last so long, and what it began a little longer.
-        self._leaving = Leaving(self.store, 2 * settings.request_timeout, clock)
+        self._leaving = Leaving(self.store, self.parts, 2 * settings.request_timeout, clock)
         # Two: to keep a namespace takes a disk's time, and no read waits for that.
         self._naming = threading.Lock()
         self._lock = threading.Lock()
@@ -110,7 +111,6 @@ class Tenant:
     def _adopt(self, known: TenantState) -> None:
         self._spaces: dict[str, OpenNamespace] = {}
         self.traffic = TenantTraffic()
-        self.parts: dict[int, tuple[OpenNamespace, int]] = {}
         for spec, created in known.namespaces.values():
             space = OpenNamespace(spec, known.salt, created)
             self._register(space)
@@ -192,7 +192,7 @@ class Tenant:
         if idle is None:
             raise ServiceError("quota_exceeded", f"{self._most} namespaces: at most so many; drop one")
         self._end(idle)
-        self._left(idle)
+        self._leaving.add(idle)
 
     def _unused(self) -> OpenNamespace | None:
         """Of the namespaces that were not used for `service.namespace_idle` and hold nothing here, the oldest."""
@@ -217,14 +217,7 @@ class Tenant:
         Raises:
             BlocksRemain: see `TieredStore.clear`.
         """
-        remain: BlocksRemain | None = None
-        for index in space.indices:
-            try:
-                self.store.clear(ns=index)
-            except BlocksRemain as error:
-                remain = error
-        if remain is not None:
-            raise remain
+        self.store.clear(ns=space.indices)
 
     def drop(self, space: OpenNamespace) -> None:
         """Remove a namespace and its blocks.
@@ -246,19 +239,13 @@ class Tenant:
             except BaseException:
                 self._spaces[name] = space
                 raise
-            # Only now: what was cleared is told in its name.
-            self._left(space)
+            self._leaving.add(space)
 
     def _end(self, space: OpenNamespace) -> None:
         name = space.spec.name
         self._keep({other: known for other, known in self._known.namespaces.items() if other != name})
         self._spaces.pop(name, None)
         self.traffic.leave(name)
-
-    def _left(self, space: OpenNamespace) -> None:
-        for index in space.indices:
-            self.parts.pop(index)
-        self._leaving.add(space)
 
     def _keep(self, namespaces: Mapping[str, tuple[NamespaceSpec, float]]) -> None:
         fresh = replace(self._known, namespaces=namespaces)

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import socket
 import ssl
+import time
 
 from kvtier import __version__
 from kvtier.client.stream import StreamClosed, StreamTimeout, stream_over
@@ -12,18 +13,21 @@ from kvtier.service.cache import ServiceError
 from kvtier.service.data.exchange import Exchange
 from kvtier.service.data.session import Port, Session
 from kvtier.service.data.verbs import HANDLERS
-from kvtier.wire.frames import VERSION, Flag, Opcode, WireError, frame
+from kvtier.wire.frames import VERSION, Flag, Header, Opcode, WireError, frame
 from kvtier.wire.messages import Error, Hello, Limits, Welcome, decode, encode
 
 __all__ = ["Connection"]
 
 _log = logging.getLogger(__name__)
+_access = logging.getLogger("kvtier.service.access")
 
 # Before anybody is known: a hello is short.
 _HELLO_HEAD = 4096
 _RETRY_SECONDS = 1.0
 _HANDSHAKE_SECONDS = 10.0
 _EVER = 1e9
+# Worth a line also where all went well; what moves blocks has counters.
+_TOLD = (Opcode.CREATE,)
 # Done for their answers alone: where none is wanted, there is nothing to do.
 _FOR_THE_ANSWER = (Opcode.GET, Opcode.LEASE, Opcode.SHARE)
 
@@ -137,18 +141,44 @@ class Connection:
         return Welcome(VERSION, f"kvtier {__version__}", caller.tenant, scopes, limits, session.may_share)
 
     def _serve(self, exchange: Exchange, session: Session) -> None:
+        began = time.perf_counter()
+        error = self._refused(exchange, session)
+        if error is not None or exchange.header.opcode in _TOLD:
+            self._tell(exchange.header, session, error, time.perf_counter() - began)
+        if error is not None:
+            self._refuse(exchange, error)
+        exchange.skip()
+
+    def _refused(self, exchange: Exchange, session: Session) -> Error | None:
+        """Do a request; why it was not done."""
         try:
             self._do(exchange, session)
         except (StreamClosed, StreamTimeout):
             raise
         except ServiceError as error:
-            self._refuse(exchange, _refusal(error))
+            return _refusal(error)
         except (FormatMismatch, RequestError, WireError) as error:
-            self._refuse(exchange, Error(400, "invalid", str(error)))
+            return Error(400, "invalid", str(error))
         except KVTierError as error:
             _log.warning("%s: %s", self._name, error)
-            self._refuse(exchange, Error(503, "busy", f"{error}", _RETRY_SECONDS))
-        exchange.skip()
+            return Error(503, "busy", f"{error}", _RETRY_SECONDS)
+        return None
+
+    def _tell(self, header: Header, session: Session, error: Error | None, seconds: float) -> None:
+        """A line in the access log, as REST has one for each request. The client knows the number at its end."""
+        known = header.opcode in HANDLERS
+        _access.info(
+            "request",
+            extra={
+                "method": Opcode(header.opcode).name.lower() if known else str(header.opcode),
+                "status": 200 if error is None else error.status,
+                "code": None if error is None else error.code,
+                "seconds": round(seconds, 4),
+                "request_id": f"{self._name}-{header.request}",
+                "token": session.known.token,
+                "tenant": session.known.tenant,
+            },
+        )
 
     @staticmethod
     def _do(exchange: Exchange, session: Session) -> None:

@@ -77,6 +77,11 @@ class Session:
             self._trusted_until = now + _TRUST_SECONDS
         return self._caller
 
+    @property
+    def known(self) -> Caller:
+        """Who called last, whatever became of the token since."""
+        return self._caller
+
     def deadline(self, timeout: float | None) -> float:
         """When a call that may take so many seconds is over."""
         longest = self.port.settings.request_timeout

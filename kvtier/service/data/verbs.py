@@ -59,8 +59,8 @@ def _unpin(session: Session, asked: wire.Unpin) -> wire.Done:
 
 
 def _prefetch(session: Session, asked: wire.Prefetch) -> wire.PrefetchAnswer:
-    keys = session.keys(asked.keys, asked.width)
-    return _told(session.cache.prefetch(session.caller, asked.ns, keys, deadline=session.deadline(asked.timeout)))
+    keys, until = session.keys(asked.keys, asked.width), session.deadline(asked.timeout)
+    return _told(session.cache.prefetch(session.caller, asked.ns, keys, deadline=until, depth=asked.depth))
 
 
 def _prefetched(session: Session, asked: wire.Prefetched) -> wire.PrefetchAnswer:

@@ -24,7 +24,7 @@ __all__ = ["admin_routes", "figure_routes"]
 
 def figure_routes(service: Service) -> APIRouter:
     """Routes that show what the service does."""
-    router, cache = APIRouter(tags=["figures"]), service.cache
+    router, cache = APIRouter(tags=["figures"], dependencies=[service.turn]), service.cache
 
     @router.get("/v1/stats", responses=refusals())
     def stats(caller: CallerOf) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from functools import cache as cache_once
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
@@ -35,6 +35,7 @@ from kvtier.service.rest.guards import BodyGuard, BodyRefused, HeadGuard, PageGu
 from kvtier.service.rest.memory import BufferPool
 from kvtier.service.rest.page import page_routes
 from kvtier.service.rest.spec import describe, refusals
+from kvtier.service.rest.turns import Turns
 from kvtier.wire.blockstream import HEAD_LIMIT
 
 __all__ = ["make_app"]
@@ -67,7 +68,8 @@ def make_app(cache: Cache, tokens: Tokens, settings: ServiceSettings) -> FastAPI
         redirect_slashes=False,
         generate_unique_id_function=_operation,
     )
-    service = Service(cache, settings, BufferPool(settings.inflight_bytes))
+    turn = Depends(Turns(settings.request_timeout), scope="function")
+    service = Service(cache, settings, BufferPool(settings.inflight_bytes), turn)
     requests = _Requests()
     routers = (
         # In the order in which paths are tried: what is asked most comes first.

@@ -39,7 +39,9 @@ def batch_routes(service: Service) -> APIRouter:
     """Routes of batches."""
     router = APIRouter(tags=["blocks"])
     _add_streams(router, service)
-    _add_keyed(router, service.cache)
+    keyed = APIRouter(dependencies=[service.turn])
+    _add_keyed(keyed, service.cache)
+    router.include_router(keyed)
     return router
 
 

@@ -91,7 +91,9 @@ def block_routes(service: Service) -> APIRouter:
     _add_put(router, service)
     _add_get(router, service.cache)
 
-    @router.delete(_PATH, responses=refusals("unknown_namespace", "unavailable", "timeout"))
+    @router.delete(
+        _PATH, responses=refusals("unknown_namespace", "unavailable", "timeout"), dependencies=[service.turn]
+    )
     def delete_block(caller: CallerOf, ns: Ns, key: Key) -> DeleteAnswer:
         """Remove one block, all its parts, and what descends from it."""
         return DeleteAnswer(deleted=service.cache.delete(caller, ns, [bytes.fromhex(key)]))

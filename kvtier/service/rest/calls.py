@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias, TypeVar
 
-from fastapi import Depends, Path, Request
+from fastapi import Depends, Path, Request, params
 from starlette.convertors import StringConvertor, register_url_convertor  # codespell:ignore convertors
 
 from kvtier.config import ServiceSettings
@@ -39,11 +39,13 @@ class Service:
         cache: does it.
         settings: its limits.
         pool: memory of bodies on their way in.
+        turn: a dependency of routes that wait in a thread, see `Turns`.
     """
 
     cache: Cache
     settings: ServiceSettings
     pool: BufferPool
+    turn: params.Depends
 
 
 async def _caller(request: Request) -> Caller:

@@ -12,7 +12,7 @@ __all__ = ["hold_routes", "namespace_routes"]
 
 def namespace_routes(service: Service) -> APIRouter:
     """Routes of namespaces."""
-    router, cache = APIRouter(tags=["namespaces"]), service.cache
+    router, cache = APIRouter(tags=["namespaces"], dependencies=[service.turn]), service.cache
 
     @router.post(
         "/v1/namespaces",
@@ -55,7 +55,7 @@ def namespace_routes(service: Service) -> APIRouter:
 
 def hold_routes(service: Service) -> APIRouter:
     """Routes of pins, prefetches and sessions."""
-    router, cache = APIRouter(tags=["holds"]), service.cache
+    router, cache = APIRouter(tags=["holds"], dependencies=[service.turn]), service.cache
 
     @router.post(
         "/v1/namespaces/{ns:part}/pins",

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from cache_world import BLOCK, LAYOUT, OPAQUE, OWNER, blocks, caller, chain, open_cache, put
+from cache_world import BLOCK, LAYOUT, OPAQUE, OWNER, blocks, caller, chain, open_cache, put, read
 
 from kvtier.config import load_config
 from kvtier.errors import ConfigError
@@ -290,3 +290,32 @@ def test_a_tenants_book_of_sessions_is_as_large_as_its_quota():
     # Four of 4096 keys are what a quota of a few blocks may have remembered.
     assert opened.stats(LOCAL).tenants[0].tiers["store"]["sessions"] == 4
     opened.close()
+
+
+def test_blocks_that_lie_encoded_count_as_they_are_handed_out():
+    layout = Layout(16, (LayerGroup(GroupKind.GQA, (0,), planes=2, kv_heads=1, head_dim=128),))
+    raw, keys = layout.block_bytes(), chain(4)
+    limits = {"max_block": raw, "max_batch": 3 * raw, "inflight_bytes": 6 * raw}
+    cache = open_cache(service=limits, host={"format": "int4r"}, accept_lossy=True)
+    try:
+        cache.create_namespace(LOCAL, NamespaceSpec("rows", layout))
+        # Any bytes are numbers; none of these is infinite.
+        zeros = memoryview(bytes(raw))
+        for block in blocks(keys, raw):
+            cache.put(LOCAL, "rows", [block._replace(data=zeros)]).result(10)
+        info = cache.namespace(LOCAL, "rows")
+        assert info.host_blocks == 4
+        assert info.host_bytes < raw * 4 / 3
+        with pytest.raises(ServiceError, match=f"{4 * raw} bytes were found: at most {3 * raw}"):
+            read(cache, keys, ns="rows", lossy=True)
+        tenant = cache._tenants["default"]
+        readings = [cache.read(LOCAL, "rows", keys[:3], owner="a", lossy=True).result(10) for _ in range(2)]
+        assert tenant.inflight.nbytes == sum(reading.nbytes for reading in readings) == 6 * raw
+        with pytest.raises(ServiceError) as caught:
+            read(cache, keys[:1], ns="rows", lossy=True)
+        assert caught.value.code == "busy"
+        for reading in readings:
+            reading.close()
+        assert tenant.inflight.nbytes == 0
+    finally:
+        cache.close()

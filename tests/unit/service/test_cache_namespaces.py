@@ -70,7 +70,11 @@ def test_names_without_end_are_forgotten(tenant: Tenant, clock: Clock) -> None:
     known = [index for index in seen if is_known(index)]
     assert known == seen[-len(known) :]
     assert len(known) <= (PATIENCE + 1) * LAYOUT.parts
-    assert (tenant.names(), tenant.parts) == ([], {})
+    # What they are called is known for as long, and of their events as long as these are kept.
+    assert (tenant.names(), set(tenant.parts)) == ([], set(known))
+    events = tenant.events.since(0).events
+    assert [event.ns for event in events] == seen
+    assert [event.whose[0].spec.name for event in events[:: LAYOUT.parts]] == [f"made-up-{at}" for at in range(60)]
 
 
 def test_a_namespace_that_comes_again_in_time_stays_what_it_was(tenant: Tenant, clock: Clock) -> None:

@@ -86,7 +86,9 @@ _LARGE = 8 << 20
 class Service:
     """`kvtier cache serve` until it is ended."""
 
-    def __init__(self, tmp: Path, context: ssl.SSLContext | None = None, **settings: object) -> None:
+    def __init__(
+        self, tmp: Path, context: ssl.SSLContext | None = None, *, before: str = "", **settings: object
+    ) -> None:
         rows = {"state": str(tmp / "state"), "port": 0, "data_port": "none", "drain_timeout": 60.0, **settings}
         config = tmp / "kvtier.toml"
         nvme = {"path": str(tmp / "nvme"), "capacity": "64MiB", "segment_size": "16MiB", "min_free": 0}
@@ -101,7 +103,7 @@ class Service:
         self._context = context
         self.lines: list[dict[str, object]] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, "--config", str(config), "cache", "serve"],
+            [sys.executable, "-c", before + _COMMAND, "--config", str(config), "cache", "serve"],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -195,6 +197,25 @@ def test_sigterm_lets_what_runs_end_and_flushes(tmp_path):
     opened = open_cache(tmp_path)
     assert opened.match(LOCAL, "blocks", [key]) == ("nvme",)
     opened.close()
+
+
+def test_a_call_that_a_tier_holds_up_does_not_keep_the_process(tmp_path):
+    held = (
+        "import sys, time; from kvtier.service.cache.tenant import Tenant; "
+        "Tenant.clear = lambda *_: (print('it hangs', file=sys.stderr, flush=True), time.sleep(1000)); "
+    )
+    service = Service(tmp_path, before=held, drain_timeout=0.3)
+    try:
+        assert service.call("POST", "/v1/namespaces", b'{"name": "blocks"}', Content_Type="application/json")[0] == 201
+        connection = service.connection()
+        connection.request("POST", "/v1/namespaces/blocks:clear")
+        until(lambda: service.said("it hangs"))
+        service.process.send_signal(signal.SIGTERM)
+        assert service.ended() == 1
+        assert service.said("drain_timeout is over")
+        connection.close()
+    finally:
+        service.end()
 
 
 def test_what_does_not_end_in_time_is_counted_as_left_behind():

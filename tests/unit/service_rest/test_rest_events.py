@@ -81,6 +81,23 @@ def test_a_follower_resumes_where_it_was(rest):
         assert ids != [name for name, _, _ in seen]
 
 
+def test_a_dropped_namespace_is_told_to_its_end(rest):
+    def ends(seen):
+        return [kind for _, kind, data in seen if data["namespace"] == "dropped" and kind in ("removed", "cleared")]
+
+    with rest.client() as http, follow(http) as follower:
+        for _ in range(20):
+            assert rest.http.post("/v1/namespaces", json={"name": "dropped"}).status_code == 201
+            assert rest.http.put(path("dropped", KEYS[0]), content=b"x").status_code == 201
+            last = follower.next(1)
+            assert [(kind, data["namespace"]) for _, kind, data in last] == [("stored", "dropped")]
+            assert rest.http.delete("/v1/namespaces/dropped").status_code == 204
+            live = follower.next(1)
+            assert ends(live) == ["cleared"]
+    with rest.client() as http, follow(http, since=last[0][0]) as later:
+        assert later.next(1) == live
+
+
 def test_a_number_of_another_log_is_a_gap(rest):
     rest.http.put(path("laid", KEYS[0]), content=chain(1)[0][1])
     with rest.client() as http, follow(http, since="0123456789abcdef-1") as follower:
