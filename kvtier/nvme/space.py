@@ -303,6 +303,11 @@ class Space:
         with self._index.write() as ledger:
             taken = ledger.take(pages, max(pages, self._arena_pages), self._writer)
             state = ledger.state
+            if not taken and state.free:
+                # To try again would be to try for ever.
+                raise TierFull(
+                    f"{state.free} pages are free, but nobody knows which: `kvtier inspect --repair` finds them"
+                )
         self._put_in_arena(taken)
         self._report(state)
         self._grower.ask_ahead(state)

@@ -173,7 +173,8 @@ def test_any_byte_flipped_anywhere_is_a_miss_or_another_start(tmp_path: Path) ->
         put(tier, refs, BLOCK)
     shutil.copytree(tmp_path / "n", tmp_path / "sound")
     dice = random.Random(3)
-    names = ["META.json", "recency.bin", "seg-00000.kv", "seg-00000.kv", "seg-00000.kv"]
+    indexes = ["index/data.mdb"] * 4 + ["index/lock.mdb"]
+    names = ["META.json", "recency.bin", "seg-00000.kv", "seg-00000.kv", "seg-00000.kv", *indexes]
     for name in names:
         shutil.rmtree(tmp_path / "n")
         shutil.copytree(tmp_path / "sound", tmp_path / "n")
