@@ -210,8 +210,8 @@ class Directory:
         return ""
 
     def index_touched(self) -> bool:
-        """Whether the index may be another than the last one to close it left; so it is after a writer's death."""
-        return not self.meta.clean or self.meta.index != self._index_state()
+        """Whether the index is another than the last clean close left."""
+        return self.meta.index != self._index_state()
 
     def _index_state(self) -> str:
         """Changes with every change of the index's file, also one that hides the time of it."""

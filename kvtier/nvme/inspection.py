@@ -191,7 +191,7 @@ def maintain(path: Path) -> Iterator[Maintenance]:
     """
     _require_directory(path)
     counts = Counts(Metrics(), "nvme")
-    opened = open_directory(path, None, NvmeOptions(), counts)
+    opened = open_directory(path, None, NvmeOptions(), counts, thorough=True)
     blocks = BlockIO(opened.segments, 1, "kvtier-inspect")
     try:
         yield Maintenance(opened, blocks)

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
-from kvtier.errors import FormatMismatch
+from kvtier.errors import CorruptObject, FormatMismatch
 from kvtier.keys import STORE_KEY_BYTES, namespace_digest, namespace_index
 from kvtier.nvme.extents import PAGE, Extent, FreeMap, merged, pages_for
 from kvtier.policies import WriteMeter
@@ -177,7 +177,10 @@ class Names:
         """The format id behind a committed number."""
         known = self._formats.get(number)
         if known is None:
-            known = self._formats[number] = self._value(txn, b"f", number).decode()
+            try:
+                known = self._formats[number] = self._value(txn, b"f", number).decode()
+            except UnicodeDecodeError as error:
+                raise CorruptObject(f"format {number} has no name: {error}") from error
         return known
 
     def namespace(self, txn: Any, number: int) -> int:
@@ -205,7 +208,10 @@ class Names:
         return found
 
     def _value(self, txn: Any, kind: bytes, number: int) -> bytes:
-        return cast(bytes, txn.get(b"#" + kind + _ID.pack(number), db=self._db))
+        found = txn.get(b"#" + kind + _ID.pack(number), db=self._db)
+        if found is None:
+            raise CorruptObject(f"nothing has the number {number} that a record refers to")
+        return cast(bytes, found)
 
 
 def _remember(known: dict[_Known, _Value], name: _Known, value: _Value) -> None:

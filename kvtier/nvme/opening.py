@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 _MIN_CAPACITY = 1 << 20
 _RESTORED = 4096
 _MAX_PAGES = 2**32 - 1
+_CHECKED_AFTER_DEATH = 64 << 20
+"""Bytes of the largest index that is checked after a writer's death, which does no damage by itself: about 0.3 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,12 @@ class Opened:
     holds: Holds
 
 
-def open_directory(path: Path, capacity_bytes: int | None, options: NvmeOptions, counts: Counts) -> Opened:
+def open_directory(
+    path: Path, capacity_bytes: int | None, options: NvmeOptions, counts: Counts, *, thorough: bool = False
+) -> Opened:
     """Open or make a directory, with the capacity given; None keeps that of an existing one.
+
+    `thorough`: check an index that nobody else has open whatever speaks for it, and however large it is.
 
     Raises:
         CapacityError: the capacity is below 1 MiB, above 16 TiB, or the file system is full.
@@ -81,7 +87,7 @@ def open_directory(path: Path, capacity_bytes: int | None, options: NvmeOptions,
     directory = Directory(path, options.segment_bytes)
     try:
         with directory.exclusive():
-            return _open_locked(directory, total, options, counts)
+            return _open_locked(directory, total, options, counts, thorough=thorough)
     except OSError as error:
         directory.drop()
         raise TierUnavailable(f"{path} cannot be opened ({error}): check its mode and the disk's space") from error
@@ -106,7 +112,9 @@ def _check_disk(path: Path, options: NvmeOptions) -> None:
         )
 
 
-def _open_locked(directory: Directory, total: int | None, options: NvmeOptions, counts: Counts) -> Opened:
+def _open_locked(
+    directory: Directory, total: int | None, options: NvmeOptions, counts: Counts, *, thorough: bool
+) -> Opened:
     directory.load()
     alone = not directory.others()
     reason = directory.untrusted()
@@ -114,6 +122,8 @@ def _open_locked(directory: Directory, total: int | None, options: NvmeOptions, 
         raise TierUnavailable(f"{directory.path}: {reason}, and others have it open: close them, then open it again")
     if not reason:
         try:
+            if alone:
+                _make_safe(directory, thorough=thorough)
             return _open_parts(directory, total, options, counts, alone=alone)
         except CorruptObject as error:
             if not alone:
@@ -125,13 +135,32 @@ def _open_locked(directory: Directory, total: int | None, options: NvmeOptions, 
     return _open_parts(directory, total, options, counts, alone=alone)
 
 
+def _make_safe(directory: Directory, *, thorough: bool) -> None:
+    """See to it that LMDB can open its file; for the one process that has it open.
+
+    Raises:
+        DamagedIndex: it would fail on it, or die.
+    """
+    data_file = directory.path / "index" / "data.mdb"
+    missing = missing_bytes(data_file)
+    if missing or thorough or _suspicious(directory, data_file):
+        check_pages(data_file, DATABASES)
+    if missing:
+        # Free pages only. They are not read before they are written, but what is mapped should be there.
+        with data_file.open("r+b") as file:
+            file.truncate(data_file.stat().st_size + missing)
+
+
+def _suspicious(directory: Directory, data_file: Path) -> bool:
+    if directory.meta.clean:
+        return directory.index_touched()
+    return data_file.exists() and data_file.stat().st_size <= _CHECKED_AFTER_DEATH
+
+
 def _open_parts(
     directory: Directory, total: int | None, options: NvmeOptions, counts: Counts, *, alone: bool
 ) -> Opened:
-    suspicious = directory.index_touched()
     directory.enter(durable=options.durable)
-    if alone:
-        _make_safe(directory.path / "index" / "data.mdb", suspicious=suspicious)
     index = Index(directory.path / "index", total, durable=options.durable)
     recency: Recency | None = None
     try:
@@ -147,21 +176,6 @@ def _open_parts(
         index.close()
         raise
     return opened
-
-
-def _make_safe(data_file: Path, *, suspicious: bool) -> None:
-    """See to it that LMDB can open its file; for the one process that has it open.
-
-    Raises:
-        DamagedIndex: it would die of it.
-    """
-    missing = missing_bytes(data_file)
-    if missing or suspicious:
-        check_pages(data_file, DATABASES)
-    if missing:
-        # Only free pages are missing: they are never read, but a page behind the end of the file is death by SIGBUS.
-        with data_file.open("r+b") as file:
-            file.truncate(data_file.stat().st_size + missing)
 
 
 def _open_segments(directory: Directory, counts: Counts) -> Segments:

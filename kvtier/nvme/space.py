@@ -307,6 +307,11 @@ class Space:
         with self._index.write() as ledger:
             taken = self._take(ledger, pages)
             state = ledger.state
+            if not taken and state.free:
+                # To try again would be to try for ever.
+                raise TierFull(
+                    f"{state.free} pages are free, but nobody knows which: `kvtier inspect --repair` finds them"
+                )
         self._put_in_arena(taken)
         self._report(state)
         self._grower.ask_ahead(state)

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.errors import TierFull, TierUnavailable
 from kvtier.nvme.extents import Extent
-from kvtier.nvme.index import DamagedIndex, Index, missing_bytes
+from kvtier.nvme.index import Index
 from kvtier.nvme.ledger import Record, State
 from kvtier.testing.blocks import chain_refs
 
@@ -55,32 +55,6 @@ def test_an_exception_undoes_everything(tmp_path: Path) -> None:
     with index.write() as ledger:
         assert (ledger.state, ledger.blocks) == (State(), 0)
         assert ledger.format("other") == 0
-
-
-def test_a_shortened_file_is_noticed_before_it_kills(tmp_path: Path) -> None:
-    index = Index(tmp_path, 4096, durable=False)
-    assert missing_bytes(tmp_path / "none.mdb") == 0
-    _fill(index, 2000)
-    index.close()
-    data = tmp_path / "data.mdb"
-    assert missing_bytes(data) == 0
-    os.truncate(data, data.stat().st_size - 3 * 4096)
-    assert missing_bytes(data) == 3 * 4096
-    data.write_bytes(b"no index at all" * 1000)
-    with pytest.raises(DamagedIndex, match="no LMDB file"):
-        missing_bytes(data)
-
-
-def test_damaged_pages_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    index = Index(tmp_path, 4096, durable=False)
-    _fill(index, 3000)
-    index.close()
-    data = tmp_path / "data.mdb"
-    with data.open("r+b") as file:
-        file.seek(2 * 4096)
-        file.write(bytes(data.stat().st_size - 2 * 4096))
-    with pytest.raises(TierUnavailable, match="reopen"):
-        Index(tmp_path, 4096, durable=False).verify()
 
 
 def test_a_full_map_refuses_once_and_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,52 @@ class TestDamagedIndex:
         os.truncate(path / "index" / "data.mdb", 4 * 4096)
         self._assert_starts_empty(path, refs)
 
+    def test_truncated_where_only_some_pages_are_missing(self, path: Path) -> None:
+        """Opened in processes of their own: LMDB ended those that met a page of zeros."""
+        tier = _open(path, 8 * _MIB)
+        for seed in range(24):
+            put(tier, chain_refs(64, seed=seed), 4096)
+        tier.close()
+        data = path / "index" / "data.mdb"
+        sound, meta = data.read_bytes(), (path / "META.json").read_bytes()
+        program = """if True:
+            import sys
+            from pathlib import Path
+            from kvtier.nvme import NvmeOptions, NvmeTier
+            from kvtier.nvme.inspection import compact, look, maintain
+            from kvtier.testing.blocks import chain_refs, load, put
+            path = Path(sys.argv[1])
+            if sys.argv[2] == "maintain":
+                with maintain(path) as opened:
+                    opened.repair()
+                compact(path)
+            for _ in range(2):
+                tier = NvmeTier(path, 8 << 20, NvmeOptions(segment_bytes=1 << 20, min_free_bytes=0))
+                load(tier, [ref.key for ref in chain_refs(64, seed=3)])
+                put(tier, chain_refs(64, seed=99), 4096)
+                assert tier.check(verify=True)["corrupt"] == 0
+                tier.close()
+            with look(path) as found:
+                assert found.check(verify=True)["leaked_pages"] == 0
+        """
+        for part, how in ((0.6, "open"), (0.8, "open"), (0.8, "maintain")):
+            (path / "META.json").write_bytes(meta)
+            data.write_bytes(sound)
+            os.truncate(data, int(len(sound) // 4096 * part) * 4096)
+            subprocess.run([sys.executable, "-c", program, str(path), how], check=True, capture_output=True)
+
+    def test_sums_that_promise_pages_which_are_not_there(self, path: Path) -> None:
+        tier = _open(path, _MIB)
+        put(tier, chain_refs(64), _SIZE)
+        with tier._index.write() as ledger:
+            ledger.state = ledger.state._replace(used=ledger.state.used - 40)
+            assert not ledger.free.runs()
+        with tier._space.lock:
+            tier._space._arena.drain()
+        results = tier.reserve(chain_refs(1, seed=2), [_SIZE], ["raw"], "test")
+        assert [getattr(result, "reason", "") for result in results] == ["index_full"]
+        tier.close()
+
     def test_pages_of_zeros(self, path: Path) -> None:
         refs = _filled(path)
         data = path / "index" / "data.mdb"
