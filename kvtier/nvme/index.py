@@ -29,6 +29,8 @@ _BYTES_PER_ENTRY = 256
 _SLACK = 64 << 20
 _READERS = 1024
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+# Records of another size than any that was written, and figures that no record can hold.
+_DECODING = (struct.error, OverflowError)
 _DAMAGE = (
     lmdb.BadDbiError,
     lmdb.BadTxnError,
@@ -38,7 +40,7 @@ _DAMAGE = (
     lmdb.PageNotFoundError,
     lmdb.PanicError,
     lmdb.VersionMismatchError,
-    struct.error,  # a record of another size than any that was written
+    *_DECODING,
 )
 
 
@@ -105,7 +107,7 @@ class Index:
                 if lock is not None:
                     lock.release()
                 self._leave()
-        except (lmdb.Error, CorruptObject) as error:
+        except (lmdb.Error, CorruptObject, *_DECODING) as error:
             raise self._translation(error) from error
 
     @contextmanager
@@ -132,7 +134,7 @@ class Index:
         except lmdb.MapFullError:
             self._resize(self._env.info()["map_size"] * 5 // 4)
             raise TierFull(f"the index {self._path} was full and has been enlarged; try again") from None
-        except (lmdb.Error, CorruptObject) as error:
+        except (lmdb.Error, CorruptObject, *_DECODING) as error:
             raise self._translation(error) from error
 
     def _begin(self, lock: "threading.Lock | None", *, write: bool = False) -> Any:
@@ -158,7 +160,7 @@ class Index:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except (lmdb.Error, CorruptObject) as error:
+        except (lmdb.Error, CorruptObject, *_DECODING) as error:
             raise self._translation(error) from error
 
     def _translation(self, error: Exception) -> TierError:

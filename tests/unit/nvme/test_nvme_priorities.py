@@ -56,8 +56,9 @@ def tier(tmp_path: Path) -> Iterator[NvmeTier]:
 def enter(recency: Recency, index: Index, refs: Sequence[BlockRef], hint: Hint | None = None) -> list[int]:
     with index.write() as ledger:
         rows = recency.take(ledger, len(refs))
+        fmt, namespace = ledger.format("raw"), ledger.namespace(_NS)
         for ref, row in zip(refs, rows, strict=True):
-            record = Record((Extent(row, 1),), 1, 0, ref.exact, ref.depth, 0, row, ref.parent, bytes(16))
+            record = Record((Extent(row, 1),), 1, fmt, ref.exact, ref.depth, namespace, row, ref.parent, bytes(16))
             ledger.insert(ref.key, record)
         recency.fill(ledger, rows, refs, [hint] * len(refs))
     return rows
