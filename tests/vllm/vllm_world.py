@@ -25,13 +25,13 @@ _NOWHERE = 9999  # a region that no worker maps
 
 
 def tiers(nvme: Path | None = None, *, host: str = "64MiB", **own: Any) -> dict[str, Any]:
-    """Settings of the connector: host, NVMe where a directory is given, and no gate, which would rather compute."""
+    """Settings of the connector: host, NVMe where a directory is given, patience; no gate, which would rather compute."""
     below = (
         {}
         if nvme is None
         else {"nvme": {"path": str(nvme), "capacity": "64MiB", "segment_size": "4MiB", "min_free": 0}}
     )
-    return {"host": {"capacity": host}, "recompute_gate": False, **below, **own}
+    return {"host": {"capacity": host}, "recompute_gate": False, "load_deadline": 60, **below, **own}
 
 
 def whole_blocks(prompts: Iterable[Sequence[int]]) -> int:
