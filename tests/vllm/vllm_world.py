@@ -25,7 +25,7 @@ _NOWHERE = 9999  # a region that no worker maps
 
 
 def tiers(nvme: Path | None = None, *, host: str = "64MiB", **own: Any) -> dict[str, Any]:
-    """Settings of the connector: host, NVMe where a directory is given, patience, no gate, which would rather compute."""
+    """Settings of the connector: host, NVMe where a directory is given, patience, no gate that would rather compute."""
     below = (
         {}
         if nvme is None
