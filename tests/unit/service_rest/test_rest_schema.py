@@ -43,7 +43,7 @@ def _as_it_is(context, value):
 def document(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokens") / "tokens.json"
     secret = Tokens.open(path).create("default", Scope)
-    with running(tokens=path, max_connections=64) as rest:
+    with running(tokens=path, max_connections=512) as rest:
         with rest.client(secret) as http:
             for name, layout in (("smollm2", None), ("laid", LAYOUT)):
                 assert http.post("/v1/namespaces", json={"name": name, "layout": layout}).status_code == 201
