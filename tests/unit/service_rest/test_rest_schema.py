@@ -87,7 +87,14 @@ def operations(document):
 
 
 def check(case):
-    """All of schemathesis' checks, as it comes."""
+    """All of schemathesis' checks; what a deadline on a busy machine spoils once, it does not spoil three times."""
+    for _ in range(2):
+        with suppress(BaseExceptionGroup):
+            return checked(case)
+    return checked(case)
+
+
+def checked(case):
     response = case.call()
     refuses = response.status_code in REFUSES.get(case.operation.definition.raw["operationId"], ())
     # It finds no value for a header's pattern that has a `=`, and sends none.
