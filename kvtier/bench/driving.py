@@ -214,6 +214,8 @@ class _Drive:
     async def _converse(self, script: Script, run: Run) -> None:
         """One conversation, up to its end or to the first turn that is not answered."""
         messages: list[dict[str, str]] = []
+        # Another bench on this server has its own.
+        session = f"bench-{self._load.seed}-{script.session}"
         due = script.at or 0.0
         for number, turn in enumerate(script.turns):
             due += turn.pause
@@ -221,7 +223,7 @@ class _Drive:
             ends = script.ends_session and number == len(script.turns) - 1
             async with self._place:
                 messages.append({"role": "user", "content": self._texts.write(turn.pieces)})
-                question = Question(messages, turn.output_tokens, script.session, ends)
+                question = Question(messages, turn.output_tokens, session, ends)
                 sample, answer = await self._ask(question, turn, due)
             run.samples.append(sample)
             self._progress()

@@ -1,6 +1,7 @@
 """An engine in this process, as a target."""
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from kvtier.bench.targets import Failed, Heard, Question, Usage
@@ -10,6 +11,7 @@ from kvtier.hints import RequestHints
 
 if TYPE_CHECKING:
     from kvtier.api import AsyncLLM
+    from kvtier.engine.outputs import RequestOutput
 
 __all__ = ["LocalTarget"]
 
@@ -43,20 +45,20 @@ class LocalTarget:
         """See `Target.answer`."""
         params = SamplingParams(max_tokens=question.output_tokens, ignore_eos=self._ignore_eos)
         hints = RequestHints(session=question.session, end_of_session=question.ends_session) if self._hints else None
-        stream = self._llm.chat(question.messages, params, hints=hints)
         try:
-            async for output in stream:
-                usage = None
-                if output.finish_reason is not None:
-                    found = output.metrics.cached_tokens, output.metrics.loaded_tokens
-                    usage = Usage(output.prompt_tokens, len(output.token_ids), sum(found), found[1])
-                if output.delta or usage is not None:
-                    yield Heard(output.delta, usage)
+            async with aclosing(self._llm.chat(question.messages, params, hints=hints)) as stream:
+                async for output in stream:
+                    if output.delta or output.finish_reason is not None:
+                        yield Heard(output.delta, None if output.finish_reason is None else _usage(output))
         except KVTierError as error:
             raise Failed("engine", str(error)) from error
-        finally:
-            await stream.aclose()
 
     async def close(self) -> None:
         """Close the engine and its tiers."""
         self._llm.close()
+
+
+def _usage(output: "RequestOutput") -> Usage:
+    metrics = output.metrics
+    found = metrics.cached_tokens + metrics.loaded_tokens
+    return Usage(output.prompt_tokens, metrics.output_tokens, found, metrics.loaded_tokens)

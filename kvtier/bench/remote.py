@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,6 +26,49 @@ _CONNECT_SECONDS = 10.0
 # Servers end an idle connection after 5 s, as uvicorn has it: none is taken up when that is about to happen.
 _KEPT_SECONDS = 2.0
 _LONGEST_MESSAGE = 200
+_T = TypeVar("_T")
+
+
+class _Row(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Row]
+
+
+class _Said(msgspec.Struct):
+    """Of a chat or of a completion. A reasoning model's thoughts are tokens, too, whatever a server calls them."""
+
+    content: str | None = None
+    text: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(_Said):
+    delta: _Said | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+    loaded_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    """Of a stream, or a whole answer."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +130,7 @@ class RemoteTarget:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEPT_SECONDS)
         timeout = httpx.Timeout(options.timeout, connect=_CONNECT_SECONDS)
         arguments = told.arguments() | {"base_url": base, "limits": limits, "timeout": timeout}
-        target = cls(url, httpx.AsyncClient(**arguments), options)
+        target = cls(_shown(url), httpx.AsyncClient(**arguments), options)
         try:
             await target._choose()
         except BaseException:
@@ -98,22 +141,19 @@ class RemoteTarget:
     async def _choose(self) -> None:
         wanted = self._options.model
         async with self._exchange("GET", "/models", None) as response:
-            told = _decoded(self.place, await response.aread())
-        rows = told.get("data")
-        listed = isinstance(rows, list) and all(isinstance(row, dict) and "id" in row for row in rows)
-        models = {str(row["id"]): row for row in rows} if listed and rows is not None else {}
+            rows = _decoded(self.place, await response.aread(), _Models).data
+        models = {row.id: row for row in rows}
         if not models:
             raise ConfigError(f"{self.place}: GET /models names no model; expected an OpenAI-compatible server")
         if wanted is not None and wanted not in models:
             raise ConfigError(f"model {wanted!r}: {self.place} has {', '.join(models)}; name one of these, or none")
-        self.model = next(iter(models)) if wanted is None else wanted
-        context = models[self.model].get("max_model_len")
-        self.context = context if isinstance(context, int) else None
+        self.model = rows[0].id if wanted is None else wanted
+        self.context = models[self.model].max_model_len
 
     async def count(self, question: Question) -> int | None:
         """See `Target.count`: what the usage of an answer of one token says."""
         async with self._exchange("POST", _PATHS[self._options.endpoint], self._body(question)) as response:
-            usage = _usage(_decoded(self.place, await response.aread()).get("usage"))
+            usage = _decoded(self.place, await response.aread(), _Event).usage
         return None if usage is None else usage.prompt_tokens
 
     async def answer(self, question: Question) -> AsyncGenerator[Heard, None]:
@@ -125,15 +165,18 @@ class RemoteTarget:
                 if line == b"[DONE]":
                     ended = True
                     continue
-                event = _decoded(self.place, line)
-                if event.get("error"):
-                    raise Failed("stream_error", f"{self.place}: {_message(event)}")
-                text = "".join(_texts(event))
-                usage = _usage(event.get("usage"))
-                if text or usage is not None:
-                    yield Heard(text, usage)
+                event = _decoded(self.place, line, _Event)
+                if event.error:
+                    raise Failed("stream_error", f"{self.place}: {_message(event.error)}")
+                choices = event.choices or ()
+                ended = ended or any(choice.finish_reason is not None for choice in choices)
+                text = "".join(map(_text, choices))
+                if text or event.usage is not None:
+                    yield Heard(text, _counted(event.usage))
             if not ended:
-                raise Failed("interrupted", f"{self.place}: the answer ended before its end was told")
+                raise Failed(
+                    "interrupted", f"{self.place}: the answer broke off: neither [DONE] nor a finish_reason came"
+                )
 
     def _body(self, question: Question) -> dict[str, Any]:
         chosen = {"model": self.model, "max_tokens": question.output_tokens, "temperature": 0}
@@ -186,42 +229,40 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
                 yield line[5:].strip()
 
 
-def _decoded(place: str, data: bytes) -> dict[str, Any]:
+def _shown(url: str) -> str:
+    """Without a name and a password, which are nobody's to read."""
+    scheme, separator, rest = url.rpartition("://")
+    place, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{place.rpartition('@')[2]}{slash}{path}"
+
+
+def _decoded(place: str, data: bytes, kind: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(data, type=dict[str, Any])
+        return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         text = data[:_LONGEST_MESSAGE].decode("utf-8", "replace")
-        raise Failed("protocol", f"{place}: {text!r}: expected a JSON object of an OpenAI-compatible server") from error
+        raise Failed("protocol", f"{place}: {text!r}: {error}: expected an OpenAI-compatible server") from error
 
 
 def _refusal(data: bytes) -> str:
     try:
-        return _message(msgspec.json.decode(data, type=dict[str, Any]))
+        told = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return data[:_LONGEST_MESSAGE].decode("utf-8", "replace") or "without a word"
+    return _message(told.get("error") or told if isinstance(told, dict) else told)
 
 
-def _message(told: Mapping[str, Any]) -> str:
-    error = told.get("error") or told
+def _message(error: Any) -> str:
     return str(error["message"] if isinstance(error, dict) and "message" in error else error)
 
 
-def _texts(event: Mapping[str, Any]) -> Iterator[str]:
-    """What an event says, of a chat or of a completion; a reasoning model's thoughts are tokens, too."""
-    for choice in event.get("choices") or ():
-        delta = choice.get("delta") or choice
-        for name in ("content", "text", "reasoning_content", "reasoning"):
-            if isinstance(delta.get(name), str):
-                yield delta[name]
+def _text(choice: _Choice) -> str:
+    said = choice.delta or choice
+    return "".join(filter(None, (said.content, said.text, said.reasoning_content, said.reasoning)))
 
 
-def _usage(told: Any) -> Usage | None:
-    if not isinstance(told, dict):
+def _counted(told: _Usage | None) -> Usage | None:
+    if told is None:
         return None
-    details = told.get("prompt_tokens_details") or {}
-    return Usage(
-        int(told.get("prompt_tokens") or 0),
-        int(told.get("completion_tokens") or 0),
-        details.get("cached_tokens"),
-        details.get("loaded_tokens"),
-    )
+    details = told.prompt_tokens_details or _Details()
+    return Usage(told.prompt_tokens or 0, told.completion_tokens or 0, details.cached_tokens, details.loaded_tokens)

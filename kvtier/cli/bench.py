@@ -7,7 +7,6 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, cast
 
@@ -151,10 +150,10 @@ def _extra(text: str | None) -> dict[str, Any] | None:
 def _remote(url: str, compare: str | None, given: Mapping[str, Any]) -> list[_Open]:
     if compare == _UNTIERED:
         raise ConfigError(f"--compare {_UNTIERED}: expected the URL of another server beside {url}")
-    if find_spec("httpx") is None:
-        raise ConfigError("bench: httpx is missing: pip install 'kvtier[client]'")
-    from kvtier.bench.remote import RemoteOptions, RemoteTarget  # noqa: PLC0415  # httpx is optional
-
+    try:
+        from kvtier.bench.remote import RemoteOptions, RemoteTarget  # noqa: PLC0415  # httpx is optional
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"bench: {error.name} is missing: pip install 'kvtier[client]'") from error
     options = RemoteOptions(**given)
     return [partial(RemoteTarget.open, one, options) for one in (url, compare) if one is not None]
 

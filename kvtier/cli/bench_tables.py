@@ -1,6 +1,7 @@
 """What `kvtier bench` found, for people."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -71,26 +72,25 @@ def print_runs(
 
 def _times(found: Mapping[str, Mapping[str, Any]]) -> Table:
     table = _table("milliseconds", *STATISTICS)
-    for name, label in _TIMES.items():
-        cells = [found.get(f"{name}.{statistic}") for statistic in STATISTICS]
-        if cells[0] is not None:
-            table.add_row(label, *(_ms(cell and cell["value"]) for cell in cells))
+    for label, rows in _measured(found, STATISTICS):
+        table.add_row(label, *(_ms(row["value"]) for row in rows))
     return table
 
 
 def _compared_times(found: Mapping[str, Mapping[str, Any]]) -> Table:
     table = _table("milliseconds", "p50", "beside", "ratio", "p99", "beside", "ratio")
-    for name, label in _TIMES.items():
-        cells = [found.get(f"{name}.{statistic}") for statistic in ("p50", "p99")]
-        if cells[0] is not None:
-            numbers = [
-                text
-                for cell in cells
-                if cell is not None
-                for text in (_ms(cell["value"]), _ms(cell["peer_value"]), _ratio(cell["ratio"]))
-            ]
-            table.add_row(label, *numbers)
+    for label, rows in _measured(found, ("p50", "p99")):
+        cells = [(_ms(row["value"]), _ms(row["peer_value"]), _ratio(row["ratio"])) for row in rows]
+        table.add_row(label, *chain.from_iterable(cells))
     return table
+
+
+def _measured(
+    found: Mapping[str, Mapping[str, Any]], statistics: Sequence[str]
+) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    for name, label in _TIMES.items():
+        if f"{name}.mean" in found:
+            yield label, [found[f"{name}.{statistic}"] for statistic in statistics]
 
 
 def _rates(found: Mapping[str, Mapping[str, Any]], *, compares: bool) -> Table:

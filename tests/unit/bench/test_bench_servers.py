@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import trustme
@@ -54,6 +55,8 @@ class Foreign(BaseHTTPRequestHandler):
     models: bytes = json.dumps({"data": [{"id": "one"}, {"id": "two"}]}).encode()
     status = 200
     pieces = 1
+    silence = 0.0
+    asked: ClassVar[list] = []
 
     def do_GET(self):
         self._send(200, self.models)
@@ -63,13 +66,15 @@ class Foreign(BaseHTTPRequestHandler):
         if not asked.get("stream"):
             self._send(200, json.dumps({"choices": [], "usage": {"prompt_tokens": 20}}).encode())
             return
+        self.asked.append((self.path, asked, dict(self.headers)))
+        threading.Event().wait(self.silence)
         self._send(self.status, self.stream)
 
     def _send(self, status, body):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        size = -(-len(body) // self.pieces)
+        size = max(1, -(-len(body) // self.pieces))
         for at in range(0, len(body), size):
             self.wfile.write(body[at : at + size])
             self.wfile.flush()
@@ -111,7 +116,7 @@ def errors(run):
 
 @pytest.mark.parametrize("pieces", [1, 2, 7, 60])
 def test_events_are_read_however_they_are_cut(pieces):
-    said = [chunk("caf\u00e9 "), chunk("\u2028\u0085 \U0001f600"), chunk(""), USAGE]
+    said = [chunk("\u00fcber "), chunk("\u2028\u0085 \U0001f600"), chunk(""), USAGE]
     with foreign(stream=events(*said), pieces=pieces) as url:
         run = bench(url)
     assert errors(run) == [None] * 3
@@ -148,6 +153,18 @@ def test_thoughts_of_a_reasoning_model_are_tokens():
     assert len(sample.gaps) == 1
 
 
+def test_who_says_why_it_ends_need_not_say_done():
+    last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+    with foreign(stream=events(chunk("a"), last, end=False)) as url:
+        assert errors(bench(url)) == [None] * 3
+
+
+def test_a_password_in_the_url_is_sent_and_not_shown():
+    with foreign() as url:
+        run = bench(url.replace("//", "//me:secret@"))
+    assert (errors(run), run.place) == ([None] * 3, url)
+
+
 def test_tokens_without_text_are_an_answer():
     with foreign(stream=events(chunk(""), USAGE)) as url:
         (sample, *_) = bench(url).samples
@@ -159,10 +176,10 @@ def test_tokens_without_text_are_an_answer():
     [
         ({"stream": events(chunk("a"), {"error": {"message": "out of memory"}})}, "stream_error", "out of memory"),
         ({"stream": events(chunk("a"), {"error": "no"})}, "stream_error", "no"),
-        ({"stream": events(chunk("a"), end=False)}, "interrupted", "before its end"),
+        ({"stream": events(chunk("a"), end=False)}, "interrupted", "broke off"),
         ({"stream": events()}, "empty", "nothing in it"),
         ({"stream": b"data: {oops\n\n"}, "protocol", "{oops"),
-        ({"stream": b"data: [1]\n\n"}, "protocol", "expected a JSON object"),
+        ({"stream": b"data: [1]\n\n"}, "protocol", "expected an OpenAI-compatible server"),
         ({"status": 429, "stream": b'{"error": {"message": "full"}}'}, "http_429", "429: full"),
         ({"status": 500, "stream": b"<html>"}, "http_500", "500: <html>"),
         ({"status": 502, "stream": b""}, "http_502", "without a word"),
@@ -178,16 +195,45 @@ def test_failures_have_a_kind(said, kind, message):
 
 
 def test_a_server_that_falls_silent_is_not_waited_for():
-    class Silent(Foreign):
-        def _send(self, status, body):
-            if body is self.stream:
-                threading.Event().wait(3.0)
-            else:
-                super()._send(status, body)
-
-    with foreign(_send=Silent._send) as url:
+    with foreign(silence=3.0) as url:
         run = bench(url, requests=1, timeout=0.2)
     assert errors(run) == ["timeout"]
+
+
+def test_all_failed_is_an_exit_code(capsys):
+    with foreign(status=500, stream=b"{}") as url:
+        arguments = ["bench", url, "--requests", "2", "--workload", "random", "--warm-up", "0"]
+        assert main(arguments) == 1
+        assert "failed, http_500: 2, the first: " in capsys.readouterr().out
+        assert main([*arguments, "--json"]) == 1
+        (target,) = json.loads(capsys.readouterr().out)["targets"]
+    assert (target["planned"], target["answered"]) == (2, 0)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_a_turn_is_sent_behind_what_was_said_and_answered(endpoint):
+    said = (
+        events(chunk("hi "), chunk("there\n"), USAGE) if endpoint == "chat" else events({"choices": [{"text": "hi"}]})
+    )
+    asked: list = []
+    with foreign(stream=said, asked=asked) as url:
+        arguments = ["--chats", "1", "--turns", "3", "--warm-up", "0", "--endpoint", endpoint, "--api-key", "k"]
+        more = ["--ignore-eos", "--extra-body", '{"priority": 1}', "--model", "two", "--output-tokens", "7", "--hints"]
+        assert main(["bench", url, *arguments, *more, "--seed", "3"]) == 0
+    bodies = [body for _, body, _ in asked]
+    fixed = {"model": "two", "max_tokens": 7, "temperature": 0, "ignore_eos": True, "priority": 1, "stream": True}
+    assert all(fixed.items() <= body.items() for body in bodies)
+    assert all(headers["Authorization"] == "Bearer k" for _, _, headers in asked)
+    assert [body["kv_hints"]["end_of_session"] for body in bodies] == [False, False, True]
+    if endpoint == "chat":
+        assert [path for path, _, _ in asked] == ["/v1/chat/completions"] * 3
+        assert [one["role"] for one in bodies[2]["messages"]] == ["user", "assistant"] * 2 + ["user"]
+        assert {one["content"] for one in bodies[2]["messages"] if one["role"] == "assistant"} == {"hi there\n"}
+        assert bodies[2]["messages"][:3] == bodies[1]["messages"]
+    else:
+        assert [path for path, _, _ in asked] == ["/v1/completions"] * 3
+        assert bodies[1]["prompt"].startswith(bodies[0]["prompt"] + "hi\n")
+        assert bodies[2]["prompt"].startswith(bodies[1]["prompt"] + "hi\n")
 
 
 @pytest.mark.parametrize("models", [b"{}", b"[]", b"<html>", b'{"data": []}', b'{"data": [7]}'])
