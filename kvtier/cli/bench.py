@@ -102,13 +102,12 @@ def bench(  # noqa: PLR0913  options of a command
     at_once = _AT_ONCE if concurrency is None and rate is None and trace is None else concurrency
     load = Load(chosen.scripts(pace, drawn), drawn, at_once, warm_up)
     asked = {"endpoint": endpoint, "ca_file": ca_file, "timeout": timeout, "body": _extra(extra_body)}
-    given = {name: value for name, value in asked.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if url is None:
         targets = _local(context.obj, model, compare, given, hints=hints, ignore_eos=ignore_eos)
     else:
-        eos = {"ignore_eos": True} if ignore_eos else {}
-        given |= {"body": eos | given.get("body", {}), "model": model, "api_key": api_key, "hints": hints}
-        targets = _remote(url, compare, given)
+        body = ({"ignore_eos": True} if ignore_eos else {}) | given.get("body", {})
+        targets = _remote(url, compare, given | {"body": body, "model": model, "api_key": api_key, "hints": hints})
     runs = _run(targets, load)
     _tell(runs, load, chosen, limits, as_json=as_json)
 
@@ -147,7 +146,7 @@ def _extra(text: str | None) -> dict[str, Any] | None:
     return body
 
 
-def _remote(url: str, compare: str | None, given: Mapping[str, Any]) -> list[_Open]:
+def _remote(url: str, compare: str | None, given: Mapping[str, Any]) -> Sequence[_Open]:
     if compare == _UNTIERED:
         raise ConfigError(f"--compare {_UNTIERED}: expected the URL of another server beside {url}")
     try:
@@ -160,7 +159,7 @@ def _remote(url: str, compare: str | None, given: Mapping[str, Any]) -> list[_Op
 
 def _local(
     session: Session, model: str | None, compare: str | None, given: Mapping[str, Any], **ways: bool
-) -> list[_Open]:
+) -> Sequence[_Open]:
     if given:
         name, value = next(iter(given.items()))
         option = "extra-body" if name == "body" else name.replace("_", "-")
@@ -202,17 +201,12 @@ async def _measured(targets: Sequence[_Open], load: Load, progress: Callable[[],
 
 
 def _tell(runs: Sequence[Run], load: Load, workload: Workload, slo: Slo | None, *, as_json: bool) -> None:
-    found = [figures(run, slo) for run in runs]
-    peer = runs[1] if len(runs) > 1 else None
-    rows = compared(found[0], found[-1] if peer else (), peer and peer.place)
+    ours, *others = (figures(run, slo) for run in runs)
+    rows = compared(ours, others[0] if others else (), runs[1].place if others else None)
     title = f"{workload.describe()}; seed {load.seed}"
     if as_json:
-        told = {
-            "workload": title,
-            "seed": load.seed,
-            "targets": [run.summary() for run in runs],
-            "results": rows,
-        }
+        targets = [run.summary() for run in runs]
+        told = {"workload": title, "seed": load.seed, "targets": targets, "results": rows}
         sys.stdout.write(json.dumps(told) + "\n")
     else:
         print_runs(Console(), title, runs, rows, slo)
