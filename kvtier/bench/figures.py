@@ -129,8 +129,8 @@ def _rates(run: Run, slo: Slo | None) -> Iterator[Figure]:
         return
     yield Figure("bench.requests.rate", len(answered) / seconds, "requests/s", "higher")
     yield Figure("bench.tokens.output.rate", sum(one.output_tokens for one in answered) / seconds, "tokens/s", "higher")
-    prompts = [one.usage.prompt_tokens for one in answered if one.usage is not None]
-    yield Figure("bench.tokens.prompt.rate", sum(prompts) / seconds, "tokens/s", "higher")
+    if prompts := [one.usage.prompt_tokens for one in answered if one.usage is not None]:
+        yield Figure("bench.tokens.prompt.rate", sum(prompts) / seconds, "tokens/s", "higher")
     if slo is not None:
         good = sum(map(slo.is_met, run.samples))
         yield Figure("bench.goodput.rate", good / seconds, "requests/s", "higher")

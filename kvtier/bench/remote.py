@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from kvtier.bench.targets import Failed, Heard, Question, Usage, as_text
+from kvtier.bench.targets import Failed, Heard, Question, Usage, as_text, printable
 from kvtier.client.errors import ClientError, DeadlineExceeded, Interrupted, Unreachable
 from kvtier.client.http import session, translated
 from kvtier.client.options import ClientOptions
@@ -25,7 +25,6 @@ _PATHS: Mapping[str, str] = {"chat": "/chat/completions", "completions": "/compl
 _CONNECT_SECONDS = 10.0
 # Servers end an idle connection after 5 s, as uvicorn has it: none is taken up when that is about to happen.
 _KEPT_SECONDS = 2.0
-_LONGEST_MESSAGE = 200
 _T = TypeVar("_T")
 
 
@@ -146,7 +145,8 @@ class RemoteTarget:
         if not models:
             raise ConfigError(f"{self.place}: GET /models names no model; expected an OpenAI-compatible server")
         if wanted is not None and wanted not in models:
-            raise ConfigError(f"model {wanted!r}: {self.place} has {', '.join(models)}; name one of these, or none")
+            known = printable(", ".join(models))
+            raise ConfigError(f"model {wanted!r}: {self.place} has {known}; name one of these, or none")
         self.model = rows[0].id if wanted is None else wanted
         self.context = models[self.model].max_model_len
 
@@ -240,7 +240,7 @@ def _decoded(place: str, data: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        text = data[:_LONGEST_MESSAGE].decode("utf-8", "replace")
+        text = printable(data.decode("utf-8", "replace"))
         raise Failed("protocol", f"{place}: {text!r}: {error}: expected an OpenAI-compatible server") from error
 
 
@@ -248,12 +248,12 @@ def _refusal(data: bytes) -> str:
     try:
         told = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return data[:_LONGEST_MESSAGE].decode("utf-8", "replace") or "without a word"
+        return printable(data.decode("utf-8", "replace")) or "without a word"
     return _message(told.get("error") or told if isinstance(told, dict) else told)
 
 
 def _message(error: Any) -> str:
-    return str(error["message"] if isinstance(error, dict) and "message" in error else error)
+    return printable(str(error["message"] if isinstance(error, dict) and "message" in error else error))
 
 
 def _text(choice: _Choice) -> str:

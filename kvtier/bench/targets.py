@@ -6,7 +6,9 @@ from typing import NamedTuple, Protocol
 
 from kvtier.errors import KVTierError
 
-__all__ = ["Failed", "Heard", "Question", "Target", "Usage", "as_text"]
+__all__ = ["Failed", "Heard", "Question", "Target", "Usage", "as_text", "printable"]
+
+_LONGEST_MESSAGE = 400
 
 
 class Failed(KVTierError):
@@ -96,3 +98,8 @@ class Target(Protocol):
 def as_text(messages: Sequence[Mapping[str, str]]) -> str:
     """A conversation for models without a chat template: each prompt begins with the one before and its answer."""
     return "".join(f"{one['content']}\n" if one["role"] == "assistant" else one["content"] for one in messages)
+
+
+def printable(text: str) -> str:
+    """The beginning of what a server says, without what would steer a terminal."""
+    return "".join(char if char.isprintable() else " " for char in text[:_LONGEST_MESSAGE]).strip()

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from kvtier.bench import Run, Slo
 from kvtier.bench.figures import STATISTICS
+from kvtier.bench.targets import printable
 
 __all__ = ["print_runs"]
 
@@ -55,9 +56,7 @@ def print_runs(
     console.print(escape(title), highlight=False, soft_wrap=True)
     for run in runs:
         ended = ", interrupted" if run.interrupted else ""
-        said = (
-            f"{run.model} at {run.place}: {len(run.answered)} of {run.planned} requests in {run.seconds:.1f} s{ended}"
-        )
+        said = f"{printable(run.model)} at {run.place}: {len(run.answered)} of {run.planned} requests in {run.seconds:.1f} s{ended}"
         console.print(escape(said), highlight=False, soft_wrap=True)
     found = {row["name"]: row for row in rows if not row["params"]}
     compares = len(runs) > 1

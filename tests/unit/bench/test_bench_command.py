@@ -1,5 +1,6 @@
 """`kvtier bench` against the bundled server and an engine here, as a user or a program calls it."""
 
+import asyncio
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from patience import PATIENCE, until
 from server_world import RunningServer, slow_down, tiny_llm
 
 from kvtier import api
+from kvtier.bench import Load, Pace, Unrelated, measure
+from kvtier.bench.local import LocalTarget
 from kvtier.cli import main
 
 TRACES = Path(__file__).parents[2] / "data/traces"
@@ -287,3 +290,26 @@ def test_ctrl_c_prints_what_was_measured_so_far(monkeypatch):
     assert 2 <= int(found[1]) < 300
     assert "TTFT" in out
     assert "failed" not in out
+
+
+def test_an_engine_here_is_at_rest_after_an_interruption(monkeypatch):
+    llm = tiny_llm(monkeypatch)
+    hurry = slow_down(monkeypatch, llm)
+
+    async def interrupted():
+        ended = asyncio.Event()
+        load = Load(Unrelated(50, 10, 3).scripts(Pace(), 0), concurrency=2, warm_up=0)
+        target = LocalTarget(llm, "tiny", "here", ignore_eos=True)
+        task = asyncio.create_task(measure(target, load, ended.set))
+        await ended.wait()
+        task.cancel()
+        run = await task
+        hurry.set()
+        until(lambda: llm.stats().running + llm.stats().waiting == 0)
+        await target.close()
+        return run
+
+    run = asyncio.run(interrupted())
+    assert run.interrupted
+    assert 1 <= len(run.samples) < 50
+    assert [sample.error for sample in run.samples] == [None] * len(run.samples)

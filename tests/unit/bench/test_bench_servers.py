@@ -135,7 +135,9 @@ def test_a_server_that_counts_nothing_will_do(capsys):
         run = bench(url)
         assert main(["bench", url, "--requests", "2", "--workload", "random"]) == 0
     assert [sample.output_tokens for sample in run.samples] == [3, 3, 3]
-    assert "reports no usage" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "reports no usage" in out
+    assert "prompt tokens/s" not in out
 
 
 def test_a_server_that_does_not_say_what_it_found_is_told_how(capsys):
@@ -198,6 +200,19 @@ def test_a_server_that_falls_silent_is_not_waited_for():
     with foreign(silence=3.0) as url:
         run = bench(url, requests=1, timeout=0.2)
     assert errors(run) == ["timeout"]
+
+
+def test_what_a_server_says_does_not_steer_the_terminal(capsys):
+    said = {"status": 400, "stream": b'{"error": {"message": "\\u001b[2Jno\\u009b1m"}}'}
+    models = json.dumps({"data": [{"id": "\x1b[31mred"}]}).encode()
+    with foreign(models=models, **said) as url:
+        assert main(["bench", url, "--requests", "1", "--workload", "random", "--warm-up", "0"]) == 1
+        assert main(["bench", url, "--model", "other"]) == 2
+        assert main(["bench", url]) == 2
+    told = "".join(capsys.readouterr())
+    assert "[2Jno" in told
+    assert "[31mred" in told
+    assert not [char for char in told if not char.isprintable() and char != "\n"]
 
 
 def test_all_failed_is_an_exit_code(capsys):
