@@ -260,9 +260,9 @@ class _Drive:
     async def _listen(self, question: Question, answer: _Answer) -> None:
         async with aclosing(self._target.answer(question)) as pieces:
             async for heard in pieces:
-                if heard.text:
-                    answer.texts.append(heard.text)
+                if heard.text or heard.thought:
                     answer.times.append(self._now())
+                answer.texts.append(heard.text)
                 answer.usage = heard.usage or answer.usage
         if not answer.times and answer.usage is None:
             raise Failed("empty", f"{self._target.place}: an answer with nothing in it")

@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError
 
 __all__ = ["STATISTICS", "Figure", "Slo", "compared", "figures", "parse_slo", "statistics_of"]
 
-Better: TypeAlias = Literal["lower", "higher"]
+_Better: TypeAlias = Literal["lower", "higher"]
 
 STATISTICS = ("mean", "p50", "p90", "p99")
 
@@ -26,7 +26,7 @@ class Figure(NamedTuple):
     name: str
     value: float
     unit: str
-    better: Better
+    better: _Better
     params: Mapping[str, Any] = {}
 
 

@@ -38,7 +38,7 @@ class _Models(msgspec.Struct):
 
 
 class _Said(msgspec.Struct):
-    """Of a chat or of a completion. A reasoning model's thoughts are tokens, too, whatever a server calls them."""
+    """Of a chat or of a completion. Servers have two names for thoughts."""
 
     content: str | None = None
     text: str | None = None
@@ -170,9 +170,11 @@ class RemoteTarget:
                     raise Failed("stream_error", f"{self.place}: {_message(event.error)}")
                 choices = event.choices or ()
                 ended = ended or any(choice.finish_reason is not None for choice in choices)
-                text = "".join(map(_text, choices))
-                if text or event.usage is not None:
-                    yield Heard(text, _counted(event.usage))
+                said = [choice.delta or choice for choice in choices]
+                text = "".join(one.content or one.text or "" for one in said)
+                thought = "".join(one.reasoning_content or one.reasoning or "" for one in said)
+                if text or thought or event.usage is not None:
+                    yield Heard(text, _counted(event.usage), thought)
             if not ended:
                 raise Failed(
                     "interrupted", f"{self.place}: the answer broke off: neither [DONE] nor a finish_reason came"
@@ -254,11 +256,6 @@ def _refusal(data: bytes) -> str:
 
 def _message(error: Any) -> str:
     return printable(str(error["message"] if isinstance(error, dict) and "message" in error else error))
-
-
-def _text(choice: _Choice) -> str:
-    said = choice.delta or choice
-    return "".join(filter(None, (said.content, said.text, said.reasoning_content, said.reasoning)))
 
 
 def _counted(told: _Usage | None) -> Usage | None:

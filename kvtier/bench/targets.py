@@ -55,10 +55,14 @@ class Usage(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What arrived at once: text, and at the end the usage."""
+    """What arrived at once: text of the answer, a reasoning model's thoughts before it, and at the end the usage.
+
+    Thoughts are output tokens, and no part of the history.
+    """
 
     text: str
     usage: Usage | None = None
+    thought: str = ""
 
 
 class Target(Protocol):

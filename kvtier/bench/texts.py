@@ -36,7 +36,7 @@ class Texts:
 
     def __init__(self, seed: int, tokens_per_word: float = 1.0) -> None:
         self._seed = seed
-        self.tokens_per_word = tokens_per_word
+        self._tokens_per_word = tokens_per_word
 
     @classmethod
     async def for_target(cls, seed: int, target: Target) -> "Texts":
@@ -61,5 +61,5 @@ class Texts:
 
     def _piece(self, piece: Piece) -> str:
         dice = random.Random(f"{self._seed}/{piece.label}")  # noqa: S311  no secret
-        words = max(1, round(piece.tokens / self.tokens_per_word))
+        words = max(1, round(piece.tokens / self._tokens_per_word))
         return " ".join(dice.choices(_WORDS, k=words))

@@ -56,8 +56,8 @@ def print_runs(
     console.print(escape(title), highlight=False, soft_wrap=True)
     for run in runs:
         ended = ", interrupted" if run.interrupted else ""
-        said = f"{printable(run.model)} at {run.place}: {len(run.answered)} of {run.planned} requests in {run.seconds:.1f} s{ended}"
-        console.print(escape(said), highlight=False, soft_wrap=True)
+        done = f"{len(run.answered)} of {run.planned} requests in {run.seconds:.1f} s{ended}"
+        console.print(escape(f"{printable(run.model)} at {run.place}: {done}"), highlight=False, soft_wrap=True)
     found = {row["name"]: row for row in rows if not row["params"]}
     compares = len(runs) > 1
     console.print(_compared_times(found) if compares else _times(found))

@@ -148,11 +148,15 @@ def test_a_server_that_does_not_say_what_it_found_is_told_how(capsys):
     assert "tokens, found" not in out
 
 
-def test_thoughts_of_a_reasoning_model_are_tokens():
-    thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]}
-    with foreign(stream=events(thought, chunk("yes"), USAGE)) as url:
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_of_a_reasoning_model_are_tokens_and_no_history(name):
+    thought = {"choices": [{"index": 0, "delta": {name: "hm"}}]}
+    asked: list = []
+    with foreign(stream=events(thought, chunk("yes"), USAGE), asked=asked) as url:
         (sample, *_) = bench(url).samples
+        assert main(["bench", url, "--chats", "1", "--turns", "2", "--warm-up", "0"]) == 0
     assert len(sample.gaps) == 1
+    assert asked[-1][1]["messages"][1] == {"role": "assistant", "content": "yes"}
 
 
 def test_who_says_why_it_ends_need_not_say_done():
