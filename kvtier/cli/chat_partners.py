@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequen
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 from uuid import uuid4
 
 from kvtier.engine.outputs import RequestOutput
@@ -140,9 +140,7 @@ class RemotePartner:
     """
 
     def __init__(self, url: str, api_key: str | None, style: Style) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url {url!r}: expected something like http://127.0.0.1:8000")
+        parts = _address(url)
         self.turn: Turn | None = None
         self._url = url
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -205,6 +203,17 @@ class RemotePartner:
 
     def close(self) -> None:
         """Nothing is held between two answers."""
+
+
+def _address(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise ConfigError(f"--url {url!r}: expected something like http://127.0.0.1:8000")
+    return parts
 
 
 def _message(response: http.client.HTTPResponse) -> str:

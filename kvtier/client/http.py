@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
@@ -65,9 +65,7 @@ def session(url: str, token: str | None, options: ClientOptions) -> Session:
     Raises:
         ConfigError: it is no URL of one, or the certificates cannot be read.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError(f"url {url!r}: expected http://host:port or https://host:port")
+    parts = _address(url)
     context = None
     if parts.scheme == "https":
         # Not for plain HTTP: to read a machine's certificates takes longer than many a call.
@@ -76,6 +74,17 @@ def session(url: str, token: str | None, options: ClientOptions) -> Session:
         except OSError as error:
             raise ConfigError(f"ca_file {options.ca_file}: {error}: expected certificates as PEM") from error
     return Session(url.rstrip("/"), token, options, context)
+
+
+def _address(url: str) -> SplitResult:
+    try:
+        parts, _ = urlsplit(url), httpx.URL(url)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except (ValueError, httpx.InvalidURL):
+        known = False
+    if not known or parts.query or parts.fragment:
+        raise ConfigError(f"url {url!r}: expected http://host:port or https://host:port")
+    return parts
 
 
 class HttpCaller:

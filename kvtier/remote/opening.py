@@ -87,7 +87,10 @@ def answer_seconds(settings: RemoteSettings) -> float:
 
 
 def _open(settings: RemoteSettings, counts: Counts) -> tuple[_Kind, Backend]:
-    url = urlsplit(settings.url)
+    try:
+        url = urlsplit(settings.url)
+    except ValueError as error:
+        raise ConfigError(f"tiering.remote.url = {settings.url!r}: {error}; expected scheme://host:port") from error
     kind = _KINDS.get(url.scheme)
     if kind is None:
         raise ConfigError(

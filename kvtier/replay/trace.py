@@ -21,6 +21,7 @@ class TraceRequest:
         blocks: numbers of its blocks, first block of the prompt first; the last may be partly filled.
         session: conversation that it is a turn of, where the trace says so.
         ends_session: no further turn of this session follows in the trace.
+        output_tokens: of its answer, where the trace says so.
     """
 
     at: float
@@ -28,6 +29,7 @@ class TraceRequest:
     blocks: tuple[int, ...]
     session: str | None = None
     ends_session: bool = False
+    output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ __all__ = ["main"]
 PRELOADED = (
     "torch",
     "kvtier.api",
+    "kvtier.bench.remote",
+    "kvtier.cli.bench",
     "kvtier.cli.demo",
     "kvtier.cli.doctor",
     "kvtier.cli.inspect",

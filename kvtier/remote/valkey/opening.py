@@ -78,8 +78,8 @@ def _try(backend: ValkeyBackend, deadline: float) -> None:
 
 
 def _address(place: str, url: str) -> Address:
-    parts = urlsplit(f"//{place}")
     try:
+        parts = urlsplit(f"//{place}")
         port = _PORT if parts.port is None else parts.port
     except ValueError as error:
         raise ConfigError(f"tiering.remote.url = {url!r}: {place!r}: {error}; expected host:port") from error

@@ -25,6 +25,7 @@ _EXPECTED = 'a session such as {"id": "a", "block_size": 64, "tool_tokens": 0, "
 class _Turn(msgspec.Struct):
     t: float  # seconds since the session began
     tokens: int = msgspec.field(name="in", default=0)
+    answer: int | None = msgspec.field(name="out", default=None)
     hash_ids: list[int] = []
     requests: list["_Turn"] = []
 
@@ -92,7 +93,9 @@ def _requests(
             yield ("tools", session.tool_tokens, depth) if shared else (number, block)
 
     return [
-        TraceRequest(start + turn.t, turn.tokens, prefixes.chain(labels(turn)), session.id, turn is turns[-1])
+        TraceRequest(
+            start + turn.t, turn.tokens, prefixes.chain(labels(turn)), session.id, turn is turns[-1], turn.answer
+        )
         for turn in turns
     ]
 

@@ -62,7 +62,8 @@ def read_azure(path: Path, options: ReadOptions) -> Trace:
                 raise malformed(path, number, line.strip(), "a time not before the line above")
             session = len(requests) if sessions is None else sessions.of(prompt, answer)
             blocks = prefixes.chain((session, depth) for depth in range(prompt // block_tokens))
-            requests.append(TraceRequest(at, prompt, blocks, None if sessions is None else str(session)))
+            named = None if sessions is None else str(session)
+            requests.append(TraceRequest(at, prompt, blocks, named, output_tokens=answer))
     notes = (_UNIQUE if sessions is None else _MADE_UP,)
     return Trace("azure", block_tokens, tuple(requests), len(prefixes), notes)
 

@@ -19,7 +19,7 @@ class _Row(msgspec.Struct):
     timestamp: float  # milliseconds
     input_length: int
     hash_ids: list[int]
-    output_length: int = 0
+    output_length: int | None = None
 
 
 def read_mooncake(path: Path, options: ReadOptions) -> Trace:
@@ -38,7 +38,7 @@ def read_mooncake(path: Path, options: ReadOptions) -> Trace:
             if requests and at < requests[-1].at:
                 raise malformed(path, number, f"timestamp {row.timestamp:g}", f"at least {requests[-1].at * 1000:g}")
             labels = fold(row.hash_ids, block_tokens // _BLOCK_TOKENS, partial=True)
-            requests.append(TraceRequest(at, row.input_length, prefixes.chain(labels)))
+            requests.append(TraceRequest(at, row.input_length, prefixes.chain(labels), output_tokens=row.output_length))
     return Trace("mooncake", block_tokens, tuple(requests), len(prefixes))
 
 

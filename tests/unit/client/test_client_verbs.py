@@ -255,7 +255,10 @@ def test_the_whole(plain: Any, service: Service) -> None:
     assert plain.match("n", [b"k" * 16]).tiers == ()
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:7700", "ftp://here", "http://", "http://h?x=1"])
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:7700", "ftp://here", "http://", "http://h?x=1", "http://[::1", "http://h:port", "http://h:65536"],
+)
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="http://host:port"):
         Client(url)

@@ -27,6 +27,8 @@ def refused(url: str = NOBODY, **more: object) -> str:
         ("just-a-host", "unknown scheme ''"),
         ("valkey://h:notaport", "expected host:port"),
         ("valkey://:6379", "names no host"),
+        ("valkey://[::1", "expected scheme://host:port"),
+        ("redis+cluster://[::1],[::2", "expected host:port"),
         ("valkey://h/three", "expected the number of a database"),
         ("valkey://a,b", "several servers are a cluster; write valkey+cluster://"),
         ("redis+cluster://a,b/2", "a cluster has no databases; drop /2"),

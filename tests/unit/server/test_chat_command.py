@@ -77,10 +77,9 @@ def test_an_error_does_not_end_the_conversation(server, talk):
 
 
 def test_what_is_wrong_is_said(talk, server, monkeypatch):
-    assert talk([], "--url", "ftp://x")[::2] == (
-        2,
-        "error: --url 'ftp://x': expected something like http://127.0.0.1:8000\n",
-    )
+    for url in ("ftp://x", "http://[::1", "h:port"):
+        said = f"error: --url '{url}': expected something like http://127.0.0.1:8000\n"
+        assert talk([], "--url", url)[::2] == (2, said)
     code, _, err = talk([], "--url", "http://127.0.0.1:9")
     assert code == 2
     assert "is the server running there?" in err
