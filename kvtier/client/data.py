@@ -22,7 +22,7 @@ from kvtier.client.errors import ClientError, Conflict, Interrupted, NotFound, R
 from kvtier.client.pipeline import Pipeline
 from kvtier.client.results import Block, Found, Match, Namespace, Pin, Prefetch, PutOutcome
 from kvtier.client.shared import Lease, SharedMemory
-from kvtier.client.transfers import Ask, asked_of, get_blocks, put_blocks
+from kvtier.client.transfers import Ask, asked_of, get_blocks, get_unchecked, put_blocks
 from kvtier.hints import NO_HINT, Hint
 from kvtier.keys import KEY_SCHEME
 from kvtier.layout import Layout
@@ -78,6 +78,7 @@ class DataClient:
         self._pipeline: Pipeline | None = None
         self._memory: SharedMemory | None = None
         self._sizes: dict[str, list[int]] = {}
+        self._encoded: set[str] = set()
 
     # ---- the connection
 
@@ -96,6 +97,7 @@ class DataClient:
                 if self._pipeline is not None:
                     self._pipeline.close()
                 self._pipeline = self._memory = None
+                self._encoded = set()
                 pipeline = Pipeline(self.address, self._token, self._context, deadline)
                 if self._must_share or (self._shared and pipeline.welcome.shared):
                     self._memory = self._attached(pipeline, deadline)
@@ -213,12 +215,17 @@ class DataClient:
         ask = Ask(ns, keys, parts, lossy, each, depth, self._deadline(timeout))
 
         def call(pipeline: Pipeline, memory: SharedMemory | None) -> list[Found]:
-            if memory is not None and memory.reaches(ns):
+            found: list[Found] | None = None
+            if ns not in self._encoded:
                 try:
-                    return memory.get(ask, into, self._block_bytes(pipeline, ask))
+                    if memory is not None:
+                        return memory.get(ask, into, self._block_bytes(pipeline, ask))
+                    if not self._verify:
+                        found = get_unchecked(pipeline, ask, into)
                 except Conflict:
-                    memory.avoid(ns)
-            return get_blocks(pipeline, ask, into, verify=self._verify)
+                    self._encoded.add(ns)
+            # A damaged block is dropped by the service, which is to look at all of them now.
+            return get_blocks(pipeline, ask, into, verify=self._verify) if found is None else found
 
         return self._run(call, ask.deadline) if keys else []
 

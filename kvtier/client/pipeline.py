@@ -101,13 +101,14 @@ class Incoming:
         """Bytes of the answer's body that were not received yet."""
         return self._unread
 
-    def body(self, *outs: memoryview) -> None:
-        """Fill `outs`, in order, with what follows of the answer's body."""
+    def body(self, *outs: memoryview, heads: Sequence[bytes | None] = ()) -> list[bytes]:
+        """Fill `outs`, in order, with what follows of the answer's body; hashes as `Stream.fill` makes them."""
         nbytes = sum([out.nbytes for out in outs])
         if nbytes > self._unread:
             raise WireError(f"a body with {self._unread} bytes left: its head announces {nbytes} more")
-        self._stream.fill(outs, self._deadline - time.monotonic())
+        hashes = self._stream.fill(outs, self._deadline - time.monotonic(), heads)
         self._unread -= nbytes
+        return hashes
 
     def skip(self) -> None:
         """Receive the rest of all answers, for nothing."""

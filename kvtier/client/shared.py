@@ -23,10 +23,10 @@ from kvtier.client.errors import DeadlineExceeded, ProtocolError, Refused
 from kvtier.client.pipeline import Incoming, Pipeline, Turn
 from kvtier.client.results import Block, Found, PutOutcome
 from kvtier.client.stream import PlainStream
-from kvtier.client.transfers import Ask, Places, found_of, outcomes_of, put_head, requests
+from kvtier.client.transfers import Ask, Places, found_of, guards_of, outcomes_of, put_head, requests
 from kvtier.errors import TierUnavailable
 from kvtier.layout import Span
-from kvtier.native.checksum import HEAD_BYTES, copy_checksums
+from kvtier.native.checksum import copy_checksums
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import Opcode, WireError
 
@@ -41,7 +41,6 @@ _OPAQUE_BLOCKS = 8
 _UNDER_WAY = 2
 _SLOTS = 4
 _PAGE = 4096
-_CHECKSUM_BYTES = 16
 _RELEASE_SECONDS = 5.0
 
 
@@ -87,7 +86,6 @@ class SharedMemory:
     def __init__(self, pipeline: Pipeline, regions: Mapping[int, AttachedRegion], staging: int | None) -> None:
         self._pipeline = pipeline
         self._regions = regions
-        self._avoided: set[str] = set()
         self._typical: dict[str, int] = {}
         self._slot_bytes = 0
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -124,14 +122,6 @@ class SharedMemory:
         return cls(pipeline, regions, shared.staging)
 
     # ---- reading
-
-    def reaches(self, ns: str) -> bool:
-        """Whether the blocks of a namespace can be read in place, as far as is known."""
-        return ns not in self._avoided
-
-    def avoid(self, ns: str) -> None:
-        """The blocks of this namespace cannot."""
-        self._avoided.add(ns)
 
     def lease(self, ask: Ask, *, unchecked: bool = False) -> Lease:
         """Hold blocks in place; `unchecked`: whoever reads them verifies them, by what is known of them elsewhere."""
@@ -369,9 +359,6 @@ def _copied(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Non
 
 def _verified(answer: wire.Leased, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> bool:
     """Copy each, in the same pass as its checksum; whether all are what the service says that they are."""
-    count = len(sources)
-    if len(answer.heads) != HEAD_BYTES * count or len(answer.checksums) != _CHECKSUM_BYTES * count:
-        raise WireError(f"an unchecked lease of {count} items whose heads or checksums have other lengths")
-    heads = [answer.heads[at : at + HEAD_BYTES] for at in range(0, len(answer.heads), HEAD_BYTES)]
+    heads, checksums = guards_of(answer)
     found = copy_checksums(heads, list(sources), list(targets), [source.nbytes for source in sources])
-    return b"".join(found) == answer.checksums
+    return b"".join(found) == checksums

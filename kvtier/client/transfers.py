@@ -14,6 +14,7 @@ from kvtier.client.results import Block, Found, PutOutcome
 from kvtier.errors import FormatMismatch
 from kvtier.hints import Hint
 from kvtier.keys import STORE_KEY_BYTES
+from kvtier.native.checksum import HEAD_BYTES
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import Opcode, WireError
 from kvtier.wire.packing import pack_keys, unpack_keys, unpack_runs
@@ -24,6 +25,8 @@ __all__ = [
     "asked_of",
     "found_of",
     "get_blocks",
+    "get_unchecked",
+    "guards_of",
     "outcomes_of",
     "put_blocks",
     "put_head",
@@ -48,15 +51,15 @@ class Ask(NamedTuple):
     depth: int
     deadline: float
 
-    def head(self, start: int, keys: Sequence[bytes], *, digests: bool) -> wire.Get:
+    def head(self, start: int, keys: Sequence[bytes], *, digests: bool = False, unchecked: bool = False) -> wire.Get:
         """A request for some of the keys, the first of which is the `start`-th."""
-        return wire.Get(digests=digests, **self._common(start, keys))
+        return wire.Get(digests=digests, **self._common(start, keys, unchecked=unchecked))
 
     def lease(self, start: int, keys: Sequence[bytes], *, unchecked: bool) -> wire.Lease:
         """Likewise, where they are to be leased."""
-        return wire.Lease(unchecked=unchecked, **self._common(start, keys))
+        return wire.Lease(**self._common(start, keys, unchecked=unchecked))
 
-    def _common(self, start: int, keys: Sequence[bytes]) -> dict[str, Any]:
+    def _common(self, start: int, keys: Sequence[bytes], *, unchecked: bool) -> dict[str, Any]:
         return {
             "ns": self.ns,
             "keys": pack_keys(keys),
@@ -65,6 +68,7 @@ class Ask(NamedTuple):
             "each": self.each,
             "depth": self.depth + start,
             "timeout": remaining(self.deadline),
+            "unchecked": unchecked,
         }
 
 
@@ -170,31 +174,63 @@ def found_of(answer: Items, keys: Sequence[bytes], views: Sequence[memoryview], 
     ]
 
 
+def guards_of(answer: Items) -> tuple[list[bytes], bytes]:
+    """What the hash of each unchecked item begins with, and the hashes that they should have, in one piece.
+
+    Raises:
+        WireError: the columns do not fit together.
+    """
+    count = len(answer.sizes)
+    if len(answer.heads) != HEAD_BYTES * count or len(answer.checksums) != _DIGEST_BYTES * count:
+        raise WireError(f"{count} unchecked items whose heads or checksums have other lengths")
+    return [answer.heads[at : at + HEAD_BYTES] for at in range(0, len(answer.heads), HEAD_BYTES)], answer.checksums
+
+
 def get_blocks(pipeline: Pipeline, ask: Ask, into: Sequence[memoryview] | None, *, verify: bool) -> list[Found]:
-    """Read blocks over the socket."""
-    places = Places(ask, into)
-    most = pipeline.welcome.limits.keys
-    found: list[Found] = []
-    for start in range(0, len(ask.keys), most):
-        keys = ask.keys[start : start + most]
-        turn = pipeline.begin(Opcode.GET, ask.head(start, keys, digests=verify), (), ask.deadline)
-        got = pipeline.finish(turn, _Receiver(places, keys, start).take)
-        found += got
-        if not ask.each and len({item.key for item in got}) < len(set(keys)):
-            break
+    """Read blocks over the socket, which the service has checked; `verify`: and compare them with their digests."""
+    found = _received(pipeline, ask, Places(ask, into), digests=verify) or []
     if verify:
         for item in found:
             check_digest(item.key, item.data, item.digest)
     return found
 
 
-class _Receiver:
-    """Receives the answers to one `Get`, each item into its place."""
+def get_unchecked(pipeline: Pipeline, ask: Ask, into: Sequence[memoryview] | None) -> list[Found] | None:
+    """Read blocks at which the service has not looked, and check them as they come; None: some are damaged.
 
-    def __init__(self, places: Places, keys: Sequence[bytes], first: int) -> None:
+    Raises:
+        Conflict: they lie encoded, and are to be read checked.
+    """
+    return _received(pipeline, ask, Places(ask, into), unchecked=True)
+
+
+def _received(
+    pipeline: Pipeline, ask: Ask, places: Places, *, digests: bool = False, unchecked: bool = False
+) -> list[Found] | None:
+    most = pipeline.welcome.limits.keys
+    found: list[Found] = []
+    for start in range(0, len(ask.keys), most):
+        keys = ask.keys[start : start + most]
+        head = ask.head(start, keys, digests=digests, unchecked=unchecked)
+        receiver = _Receiver(places, keys, start, unchecked=unchecked)
+        got = pipeline.finish(pipeline.begin(Opcode.GET, head, (), ask.deadline), receiver.take)
+        if not receiver.sound:
+            return None
+        found += got
+        if not ask.each and len({item.key for item in got}) < len(set(keys)):
+            break
+    return found
+
+
+class _Receiver:
+    """Receives the answers to one `Get`, each item into its place; `sound`: no unchecked one was damaged."""
+
+    def __init__(self, places: Places, keys: Sequence[bytes], first: int, *, unchecked: bool) -> None:
+        self.sound = True
         self._places = places
         self._keys = keys
         self._first = first
+        self._unchecked = unchecked
 
     def take(self, incoming: Incoming) -> list[Found]:
         found: list[Found] = []
@@ -203,7 +239,8 @@ class _Receiver:
             if sum(got.sizes) != incoming.unread or min(got.sizes, default=1) < 1:
                 raise WireError(f"a body of {incoming.unread} bytes for items of {sum(got.sizes)}")
             views = self._places.of(got, self._first)
-            incoming.body(*views)
+            heads, checksums = guards_of(got) if self._unchecked else ([], b"")
+            self.sound &= b"".join(incoming.body(*views, heads=heads)) == checksums
             found += found_of(got, self._keys, views, got.digests)
         return found
 

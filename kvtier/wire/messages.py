@@ -160,6 +160,7 @@ class _Read(_Request, frozen=True, kw_only=True):
     each: bool = False
     depth: int = 0
     timeout: float | None = None
+    unchecked: bool = False
 
 
 class _Items(_Answer, frozen=True, kw_only=True):
@@ -170,13 +171,16 @@ class _Items(_Answer, frozen=True, kw_only=True):
     depths: list[int] = []
     parents: bytes = b""
     tiers: Runs = []
+    heads: bytes = b""
+    checksums: bytes = b""
 
 
 class Get(_Read, frozen=True, kw_only=True):
     """Blocks: the leading run that is there, or (`each`) whichever parts of them are.
 
-    parts: None for every part of the layout. timeout: seconds. digests: wanted. limit: bytes of each item that are
-    wanted, from its first; `Got.sizes` are those of the whole items all the same.
+    parts: None for every part of the layout. timeout: seconds. unchecked: the service does not look at the bytes: the
+    client does, with what guards each item. digests: wanted. limit: bytes of each item that are wanted, from its first;
+    `Got.sizes` are those of the whole items all the same.
     """
 
     digests: bool = False
@@ -187,33 +191,23 @@ class Got(_Items, frozen=True, kw_only=True):
     """Columns of the items whose bytes are the body, in its order.
 
     at: which of the request's keys. parents: 16 bytes each, zeros where there is none; empty where none has one.
-    digests: xxh3_128 of each item's bytes, 16 bytes each, if they were wanted.
+    heads, checksums: where they are unchecked, 64 and 16 bytes for each item, whose bytes are sound if
+    xxh3_128(head + bytes) is the checksum. digests: xxh3_128 of each item's bytes, 16 bytes each, if they were wanted.
     """
 
     digests: bytes = b""
 
 
 class Lease(_Read, frozen=True, kw_only=True):
-    """As `Get`, but the bytes stay where they are, in the shared regions, until `Release`.
-
-    unchecked: the service does not look at the bytes: the client does, with what guards each item.
-    """
-
-    unchecked: bool = False
+    """As `Get`, but the bytes stay where they are, in the shared regions, until `Release`."""
 
 
 class Leased(_Items, frozen=True, kw_only=True):
-    """As `Got`, and where each item lies. `lease`: what to release; 0 where nothing was found.
-
-    heads, checksums: of an unchecked lease, 64 and 16 bytes for each item, whose bytes are sound if
-    xxh3_128(head + bytes) is the checksum.
-    """
+    """As `Got`, and where each item lies. `lease`: what to release; 0 where nothing was found."""
 
     lease: int = 0
     regions: list[int] = []
     offsets: list[int] = []
-    heads: bytes = b""
-    checksums: bytes = b""
 
 
 class Release(_Request, frozen=True):

@@ -46,6 +46,7 @@ class Link:
         self.pipeline = pipeline
         shares = pipeline.address.startswith("unix:") and pipeline.welcome.shared
         self._memory = SharedMemory.attach(pipeline, 0, deadline) if shares else None
+        self._encoded: set[str] = set()
 
     def many(
         self, opcode: Opcode, asked: Sequence[Match | Delete], kind: type[_Answer], deadline: float
@@ -115,7 +116,7 @@ class Link:
     def _leased(self, ns: str, keys: Sequence[bytes], deadline: float, use: Callable[[int, Found], None]) -> bool:
         """Use records where they lie; False: they cannot be, and are to be read from the socket."""
         memory = self._memory
-        if memory is None or not memory.reaches(ns):
+        if memory is None or ns in self._encoded:
             return False
         places = {key: at for at, key in enumerate(keys)}
         try:
@@ -126,7 +127,7 @@ class Link:
                     use(places[found.key], found)
         except Conflict:
             # The service keeps them encoded.
-            memory.avoid(ns)
+            self._encoded.add(ns)
             return False
         return True
 

@@ -44,12 +44,10 @@ class _Windows:
     Args:
         session: whose.
         asked: the request.
-        checked: whether the bytes are verified here.
     """
 
-    def __init__(self, session: Session, asked: Get | Lease, *, checked: bool = True) -> None:
+    def __init__(self, session: Session, asked: Get | Lease) -> None:
         self._session = session
-        self._checked = checked
         self._asked = asked
         self._keys = session.keys(asked.keys, asked.width)
         self._deadline = session.deadline(asked.timeout)
@@ -105,7 +103,7 @@ class _Windows:
             each=asked.each,
             deadline=self._deadline,
             depth=asked.depth + start,
-            checked=self._checked,
+            checked=not asked.unchecked,
         )
 
     def _widen(self, reading: Reading) -> None:
@@ -139,11 +137,15 @@ def _close(future: "Future[Reading]") -> None:
 def answer_get(exchange: Exchange, session: Session, head: memoryview) -> None:
     """One answer per window; the bytes go from host memory into the socket."""
     asked = decode(Get, head)
+    if asked.unchecked and (asked.digests or asked.limit is not None):
+        raise ServiceError(
+            "invalid", "an unchecked get with digests or a limit: its bytes are verified whole, by heads"
+        )
     for window in _Windows(session, asked):
         with window.reading as reading:
             found = reading.blocks
             digests = b"".join([block.digest for block in found]) if asked.digests else b""
-            answer = Got(**_columns(window, found), digests=digests)
+            answer = Got(**_columns(window, found), **_guards(asked, found), digests=digests)
             flags = Flag.MORE if window.more else Flag.NONE
             exchange.answer(encode(answer), [block.data[: asked.limit] for block in found], flags)
 
@@ -152,7 +154,7 @@ def answer_lease(exchange: Exchange, session: Session, head: memoryview) -> None
     """Where the bytes lie in the shared regions: one hold until it is released, or the connection ends."""
     asked = decode(Lease, head)
     session.require_shared()
-    window = _Windows(session, asked, checked=not asked.unchecked).whole()
+    window = _Windows(session, asked).whole()
     try:
         answer = _leased(session, window, asked)
     except BaseException:
@@ -167,13 +169,7 @@ def _leased(session: Session, window: _Window, asked: Lease) -> Leased:
     if len(spans) < len(found):
         raise ServiceError("conflict", f"blocks of namespace {asked.ns} lie encoded in host: get them instead")
     regions, offsets = [span.region for span in spans], [span.offset for span in spans]
-    columns = _columns(window, found)
-    if asked.unchecked:
-        guards = [guard for block in found if (guard := block.guard) is not None]
-        columns |= {
-            "heads": b"".join([head for head, _ in guards]),
-            "checksums": b"".join([sum_ for _, sum_ in guards]),
-        }
+    columns = _columns(window, found) | _guards(asked, found)
     if not found:
         # Nobody would release it: it would be held for as long as the connection lives.
         window.reading.close()
@@ -194,3 +190,11 @@ def _columns(window: _Window, found: Sequence[Found]) -> dict[str, Any]:
         "parents": b"".join([parent or _NO_PARENT for parent in parents]) if any(parents) else b"",
         "tiers": pack_runs([block.tier for block in found]),
     }
+
+
+def _guards(asked: Get | Lease, found: Sequence[Found]) -> dict[str, Any]:
+    """What the client verifies unchecked items with."""
+    if not asked.unchecked:
+        return {}
+    guards = [guard for block in found if (guard := block.guard) is not None]
+    return {"heads": b"".join([head for head, _ in guards]), "checksums": b"".join([sum_ for _, sum_ in guards])}

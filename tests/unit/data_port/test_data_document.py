@@ -114,6 +114,7 @@ def test_the_document_is_enough(service: World, way: str) -> None:
             assert got["depths"][place] == at
         seen += got.get("at", [])
     assert seen == list(range(40))
+    read_unchecked(client, keys, bodies)
     assert client.call(DELETE, {"ns": "document", "keys": keys[1][:16]})[0] == {"deleted": 1}
     # A quiet request is not answered, and the next one is.
     client.send(DELETE, {"ns": "document", "keys": keys[0][:16]}, flags=QUIET)
@@ -122,6 +123,22 @@ def test_the_document_is_enough(service: World, way: str) -> None:
     flags, error, _ = client.receive(MATCH)
     assert (flags, error["status"], error["code"]) == (ANSWER | ERROR, 404, "unknown_namespace")
     client.sock.close()
+
+
+def read_unchecked(client: PlainClient, keys: list[bytes], bodies: list[bytes]) -> None:
+    asked = {"ns": "document", "keys": b"".join(keys), "width": 32, "unchecked": True}
+    client.send(GET, asked)
+    flags, sound = MORE, 0
+    while flags & MORE:
+        flags, got, data = client.receive(GET)
+        for place, at in enumerate(got["at"]):
+            body, head = data[place * SIZE : (place + 1) * SIZE], got["heads"][64 * place : 64 * (place + 1)]
+            assert body == bodies[at]
+            sound += xxhash.xxh3_128_digest(head + body) == got["checksums"][16 * place : 16 * (place + 1)]
+    assert sound == len(keys)
+    for field in ({"digests": True}, {"limit": 8}):
+        client.send(GET, asked | field)
+        assert client.receive(GET)[1]["code"] == "invalid"
 
 
 def test_parts_and_token_ids(service: World) -> None:

@@ -40,11 +40,12 @@ def test_a_lease_shows_the_bytes_in_place(filled: World) -> None:
         assert all(item.data.readonly for item in lease.blocks)
 
 
-def test_a_block_that_rotted_in_host_is_a_miss_also_where_the_client_verifies(filled: World) -> None:
+@pytest.mark.parametrize("way", ["tcp", "unix", "shared"])
+def test_a_block_that_rotted_in_host_is_a_miss_also_where_the_client_verifies(filled: World, way: str) -> None:
     host = filled.cache._tenants["red"].store.host
     memory = host._slab.region.array
     place = memory.tobytes().find(content(KEYS[2]))
-    with filled.client("shared") as client:
+    with filled.client(way) as client:
         into = [memoryview(bytearray(BLOCK)) for _ in KEYS]
         assert len(client.get_many("memory", KEYS, into=into)) == 4
         memory[place + 100] ^= 1

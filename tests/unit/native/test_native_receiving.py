@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import select
 import socket
 import struct
 import threading
@@ -91,6 +92,22 @@ def test_what_follows_stays_in_the_socket(pair: tuple[socket.socket, socket.sock
     receive(pair[1], [out], [b""], 0, 5)
     assert pair[1].recv(100) == b"rest"
     assert receive(pair[1], [], [], 0, 5) == []
+
+
+def test_a_socket_wakes_for_few_bytes_again(pair: tuple[socket.socket, socket.socket]) -> None:
+    # Many were waited for: nobody else is to be left waiting for as many.
+    ours, theirs = pair
+    data, outs = random.Random(1).randbytes(1_000_000), _buffers([1_000_000])
+    thread = _dripping(theirs, data, 1)
+    assert receive(ours, outs, [b""], 0, 20.0) == _digests([b""], [data])
+    thread.join()
+    theirs.send(b"few")
+    assert select.select([ours], [], [], 20.0)[0]
+    assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+    assert ours.recv(100) == b"few"
+    with pytest.raises(BlockingIOError):
+        receive(ours, _buffers([500_000]), [b""], 0, 0.2)
+    assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
 
 
 def test_time_and_the_other_side_end_it(pair: tuple[socket.socket, socket.socket]) -> None:
