@@ -129,7 +129,7 @@ class Scheduler:
             RequestError: a live request has its id, or it can never fit into the device pool.
         """
         self._register(request)
-        request.order = request.birth
+        request.order, request.metrics.arrival = request.birth, self._books.clock()
         self._books.waiting.add(request)
 
     def _register(self, request: Request) -> None:
@@ -141,7 +141,6 @@ class Scheduler:
                 f"request {request.id!r} may grow to {request.max_tokens} tokens, which takes {wanted} blocks, the "
                 f"device pool has {self._pool.num_blocks}: shorten it, or give the engine more blocks"
             )
-        request.metrics.arrival = self._books.clock()
         request.birth = next(self._arrivals)
         self._requests[request.id] = request
 
@@ -173,7 +172,7 @@ class Scheduler:
             RequestError: a live request has the child's id.
         """
         self._register(child)
-        child.order = parent.order
+        child.order, child.metrics.arrival = parent.order, parent.metrics.arrival
         if parent.state is not State.RUNNING or parent.loading_from is not None:
             self._books.waiting.add(child)
             return

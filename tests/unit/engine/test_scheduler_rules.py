@@ -50,6 +50,23 @@ def test_priority_computes_the_better_class_first() -> None:
     assert firsts(made, requests) == ["a", "c", "b", "d"]
 
 
+@pytest.mark.parametrize("order", ["priority", "slack", "longest_prefix"])
+def test_a_fork_that_lost_its_blocks_comes_before_who_came_after_its_parent(order: Any) -> None:
+    made = world(order=order, ageing=5.0, preemption="recompute")
+    parent = made.add("a", prompt(1, 9), 12)
+    for _ in range(3):
+        made.step()
+    later = made.add("later", prompt(2, 9), 2)
+    for _ in range(3):
+        made.step()
+    fork = made.fork(parent, "a-fork", 12)
+    made.preempt(made.scheduler._books.running.index(fork))
+    assert fork.state is State.WAITING
+    assert fork.rank < later.rank
+    made.drain()
+    made.check_outputs()
+
+
 def test_slack_computes_first_what_must_start_first() -> None:
     made = world(running=1, order="slack")
     # The step model learns what prefill costs.

@@ -72,6 +72,14 @@ def test_the_prompt_is_computed_once(loaded: LoadedModel) -> None:
     assert engine.stats().computed_tokens == 30 + 11 + 3 * 12
 
 
+def test_all_came_when_the_request_did(loaded: LoadedModel) -> None:
+    engine = engine_of(loaded)
+    engine.add("r", PROMPT, DRAWN)
+    metrics = [output.metrics for output in finish(engine).values()]
+    assert len({one.arrival for one in metrics}) == 1
+    assert all(one.ttft >= metrics[0].ttft > 0 for one in metrics)
+
+
 def test_an_abort_ends_all_and_tells_what_each_had(loaded: LoadedModel) -> None:
     engine = engine_of(loaded)
     engine.add("r", PROMPT, DRAWN)
