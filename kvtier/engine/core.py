@@ -190,7 +190,8 @@ class Engine:
                 )
 
     def _sequence(self, request: Request, owner: LiveRequest, index: int = 0) -> LiveSequence:
-        stream = TextStream(IncrementalDecoder(self._tokenizer), request.params.stop)
+        params = request.params
+        stream = TextStream(IncrementalDecoder(self._tokenizer), params.stop, params.min_tokens)
         return LiveSequence(request, stream, owner, index)
 
     def _beams(self, request: Request) -> BeamGroup | None:
