@@ -255,10 +255,25 @@ class Scheduler:
         self._books.loads.observe(tokens, seconds)
 
     def _plan_decodes(self, draft: Draft) -> None:
-        for request in [request for request in self._books.running if request.plannable and request.ahead == 1]:
+        decodes = [request for request in self._books.running if request.plannable and request.ahead == 1]
+        if any(request.drafts for request in decodes):
+            self._limit_drafts(decodes, draft.budget)
+        for request in decodes:
             # It may have been preempted for one planned before it.
             if request.state is State.RUNNING and draft.budget:
                 self._plan_request(request, draft)
+
+    def _limit_drafts(self, decodes: Sequence[Request], budget: int) -> None:
+        """Guesses get what the decodes' own tokens leave over, of the budget and of the blocks: nobody loses by one."""
+        size, tokens = self._pool.block_size, budget - len(decodes)
+        own = sum(request.blocks.missing(request.reach + 1, request.reach) for request in decodes)
+        blocks = max(0, self._pool.free_blocks - own)
+        for request in decodes:
+            first = request.reach + 1
+            room = max(request.blocks.capacity_tokens, -(-first // size) * size) - first
+            request.drafts = request.drafts[: max(0, min(tokens, room + blocks * size))]
+            tokens -= len(request.drafts)
+            blocks -= max(0, -(-(len(request.drafts) - room) // size))
 
     def _limit_prefill(self, draft: Draft) -> None:
         """Leave so much of the budget that the step takes no longer than its decodes may wait for their next token."""

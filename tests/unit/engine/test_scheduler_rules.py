@@ -182,6 +182,40 @@ def test_chunks_leave_decodes_their_time() -> None:
     made.check_outputs()
 
 
+def guess(made: World, names: str, count: int) -> None:
+    """Right guesses for all of these."""
+    for name in names:
+        made.draft(made.live[name], continuation(made.live[name].tokens, count))
+
+
+def test_a_guess_takes_no_decodes_token() -> None:
+    made = world(hook=False, budget=5)
+    for at, name in enumerate("abc"):
+        made.add(name, prompt(at, 5), 12)
+    while min(request.num_output for request in made.live.values()) == 0:
+        made.step()
+    guess(made, "abc", 4)
+    plan = made.step()
+    assert sorted(span.stop - span.start for span in plan.step.spans) == [1, 1, 3]
+    made.drain()
+    made.check_outputs()
+
+
+def test_nobody_gives_way_to_a_guess() -> None:
+    """Of two blocks that are free, one is for the token that the other request is sure to get."""
+    made = world(hook=False, blocks=7, budget=32)
+    made.add("a", prompt(1, 9), 9)
+    made.add("b", prompt(2, 8), 9)
+    made.step()
+    assert (made.pool.free_blocks, len(made.live["b"].blocks.ids)) == (2, 2)
+    guess(made, "ab", 8)
+    plan = made.step()
+    assert [span.stop - span.start for span in plan.step.spans] == [7, 4]
+    assert made.scheduler.counters.preemptions == 0
+    made.drain()
+    made.check_outputs()
+
+
 def test_a_target_that_cannot_be_met_does_not_stop_prefill() -> None:
     made = world(hook=False, blocks=200, budget=64, running=8)
     for number in range(10):
