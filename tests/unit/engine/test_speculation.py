@@ -212,6 +212,33 @@ def test_a_draft_model_without_room_makes_no_guesses(loaded: LoadedModel) -> Non
     assert engine.stats().draft_tokens == 0
 
 
+def test_a_draft_model_of_nonsense_costs_one_request_its_guesses(loaded: LoadedModel) -> None:
+    """Its logits are no numbers wherever a certain token is read; the large one's are."""
+    other = TinyModel(loaded.config)
+    other.embedding[PROMPTS[2][0]] = float("nan")
+    plain = run(engine_of(loaded), GREEDY)
+    engine = engine_of(loaded, DraftModel(other, 1 << 20, 4, 64))
+    for name, output in run(engine, GREEDY).items():
+        assert output.token_ids == plain[name].token_ids
+        assert (output.metrics.draft_tokens == 0) == (PROMPTS[2][0] in (PROMPTS[int(name)] + list(output.token_ids)))
+    assert engine.stats().draft_errors > 0
+
+
+def test_a_proposer_that_raises_costs_guesses_alone(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(PromptLookup):
+        def propose(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
+            raise RuntimeError("out of memory")
+
+    plain = run(engine_of(loaded), GREEDY)
+    engine = engine_of(loaded, Broken())
+    assert {name: output.token_ids for name, output in run(engine, GREEDY).items()} == {
+        name: output.token_ids for name, output in plain.items()
+    }
+    # Everybody's together, then each one's, and then no more for 64 steps.
+    assert len(PROMPTS) < engine.stats().draft_errors <= 2 * len(PROMPTS)
+    assert 0 < len(caplog.records) < engine.stats().draft_errors
+
+
 def test_another_vocabulary_is_refused() -> None:
     with pytest.raises(ConfigError, match="300 tokens"):
         check_vocabulary(200, 300)
