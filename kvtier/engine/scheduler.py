@@ -37,7 +37,7 @@ class Scheduler:
     """Decodes first, then prefill chunks in the order of the rules, under a token budget and a predicted time.
 
     Invariants:
-        1. A step computes at most `token_budget` tokens, for at most `max_running` requests.
+        1. A step computes at most `token_budget` tokens, for at most `max_running` requests, not counting further beams.
         2. A block that a step or a load may write has one holder and no name.
         3. The first request in the order always makes progress: only those behind it are preempted for it, and only a
            bounded number of others is admitted while it waits for room.
@@ -161,8 +161,8 @@ class Scheduler:
     def fork(self, parent: Request, child: Request) -> None:
         """Add a request that shares the KV of a live one, copy-on-write, as far as their tokens are the same.
 
-        The child runs from now on, beyond `max_running` if need be; where the parent holds no blocks, it waits like any
-        other request.
+        The child runs from now on; where the parent holds no blocks, or the places are taken, it waits like any other
+        request, and finds the full blocks that both share. Beams take no place: they would wait for each other.
 
         Args:
             parent: live, in any state.
@@ -173,7 +173,8 @@ class Scheduler:
         """
         self._register(child)
         child.order, child.metrics.arrival = parent.order, parent.metrics.arrival
-        if parent.state is not State.RUNNING or parent.loading_from is not None:
+        ready = parent.state is State.RUNNING and parent.loading_from is None
+        if not ready or (self._books.num_active >= self._books.max_running and not child.params.beam_width):
             self._books.waiting.add(child)
             return
         child.rank = (*parent.rank[:2], child.birth)

@@ -1,12 +1,15 @@
 """Several sequences of one prompt: shared blocks, randomness of their own, one request."""
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from tiny_model import tiny_model
 
 from kvtier.engine import AsyncEngine, Engine, EngineOptions, RequestOutput, SamplingParams
 from kvtier.engine.models import LoadedModel
+from kvtier.engine.rules import SchedulingRules
 from kvtier.engine.sampler import derived_seed
 from kvtier.errors import RequestError
 
@@ -19,7 +22,7 @@ def loaded() -> LoadedModel:
     return tiny_model()
 
 
-def engine_of(loaded: LoadedModel, **options: int) -> Engine:
+def engine_of(loaded: LoadedModel, **options: Any) -> Engine:
     return Engine(loaded, EngineOptions(**{"block_size": 4, "num_blocks": 128} | options))
 
 
@@ -78,6 +81,24 @@ def test_all_came_when_the_request_did(loaded: LoadedModel) -> None:
     metrics = [output.metrics for output in finish(engine).values()]
     assert len({one.arrival for one in metrics}) == 1
     assert all(one.ttft >= metrics[0].ttft > 0 for one in metrics)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_no_more_run_than_are_allowed_to(loaded: LoadedModel, pipelined: bool) -> None:
+    expected = engine_of(loaded, max_running=32)
+    engine = engine_of(loaded, max_running=3, scheduling=SchedulingRules(pipelined=pipelined))
+    outputs: list[dict[tuple[str, int], RequestOutput]] = [{}, {}]
+    for found, one in zip(outputs, (expected, engine), strict=True):
+        one.add("r", PROMPT, replace(DRAWN, n=8))
+        one.add("other", PROMPT[::-1], DRAWN)
+        while one.has_work:
+            found |= {(output.id, output.index): output for output in one.step()}
+            assert one.stats().running <= one.options.max_running
+    assert {key: output.token_ids for key, output in outputs[0].items()} == {
+        key: output.token_ids for key, output in outputs[1].items()
+    }
+    # Those that waited found the prompt's seven full blocks, and computed its last two tokens anew.
+    assert engine.stats().computed_tokens <= expected.stats().computed_tokens + 10
 
 
 def test_an_abort_ends_all_and_tells_what_each_had(loaded: LoadedModel) -> None:
