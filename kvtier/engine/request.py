@@ -178,8 +178,7 @@ class Request:
     def twin(self, request_id: str) -> "Request":
         """Another request that has come as far as this one, in the same way."""
         other = self.sibling(request_id, self.params, self.seed)
-        for token in self.tokens[self.prompt_len :]:
-            other._append(token)
+        other.append(self.tokens[self.prompt_len :], 0.0)
         other.metrics = replace(self.metrics)
         return other
 

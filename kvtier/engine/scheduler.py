@@ -37,7 +37,7 @@ class Scheduler:
     """Decodes first, then prefill chunks in the order of the rules, under a token budget and a predicted time.
 
     Invariants:
-        1. A step computes at most `token_budget` tokens, for at most `max_running` requests, not counting further beams.
+        1. A step computes at most `token_budget` tokens, for at most `max_running` requests, further beams not counted.
         2. A block that a step or a load may write has one holder and no name.
         3. The first request in the order always makes progress: only those behind it are preempted for it, and only a
            bounded number of others is admitted while it waits for room.

@@ -134,7 +134,8 @@ class Speculation:
 
     def _count(self, error: Exception) -> None:
         self.errors += 1
-        if self.errors & (self.errors - 1) == 0:  # at powers of two: a proposer that always raises must not fill the log
+        # At powers of two: a proposer that always raises must not fill the log.
+        if self.errors & (self.errors - 1) == 0:
             _log.error("the proposer raised, and guesses nothing; %d errors so far", self.errors, exc_info=error)
 
     def _wish(self, request: Request) -> Wish | None:

@@ -167,7 +167,7 @@ def test_the_first_sequence_comes_first_however_slow_the_consumer(served: AsyncE
     async def scenario() -> list[RequestOutput]:
         task = asyncio.create_task(collect(served, [5, 6, 7], params))
         await asyncio.sleep(0)
-        time.sleep(0.3)  # noqa: ASYNC251 - the loop has other things to do
+        time.sleep(0.3)  # the loop has other things to do
         return await task
 
     outputs = asyncio.run(scenario())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tiny_model import tiny_model
 
+from kvtier import LLM, api
 from kvtier.engine import AsyncEngine, Engine, EngineOptions, RequestOutput, SamplingParams
 from kvtier.engine.models import LoadedModel
 from kvtier.engine.rules import SchedulingRules
@@ -166,6 +167,24 @@ def test_a_failed_step_ends_all_sequences(loaded: LoadedModel) -> None:
         loaded.model.fails = False  # type: ignore[attr-defined]
     assert not engine.has_work
     assert engine.stats().free_blocks == engine.stats().num_blocks
+
+
+def test_each_prompt_may_have_params_of_its_own(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_load", lambda config: loaded)
+    wanted = [replace(DRAWN, n=3), None, SamplingParams(beam_width=4, n=2, max_tokens=5)]
+    with LLM(tiering={"host": {"capacity": "1MiB"}}, num_blocks=128, block_size=4) as llm:
+        together = llm.generate([PROMPT, PROMPT[:9], PROMPT[::-1]], wanted)
+        alone = [
+            llm.generate([prompt], params)[0]
+            for prompt, params in zip([PROMPT, PROMPT[:9], PROMPT[::-1]], wanted, strict=True)
+        ]
+        for output, expected in zip(together, alone, strict=True):
+            assert [one.token_ids for one in output.sequences] == [one.token_ids for one in expected.sequences]
+        assert [len(output.sequences) for output in together] == [3, 1, 2]
+        for wrong in (wanted[:2], [DRAWN, DRAWN, "greedy"], "greedy", 5):
+            with pytest.raises(RequestError, match="params"):
+                llm.generate([PROMPT] * 3, wrong)  # type: ignore[arg-type]
+        assert not llm.engine.has_work
 
 
 @pytest.mark.parametrize("n", [0, -1, 257, 1.5])
