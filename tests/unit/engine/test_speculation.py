@@ -1,8 +1,10 @@
 """Guessing tokens ahead: never another output, and only where it pays."""
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -161,11 +163,46 @@ def test_lookup_follows_a_growing_sequence() -> None:
     lookup.forget("nobody")
 
 
+def test_lookup_against_a_search_by_hand() -> None:
+    dice = Random(0)
+    found = 0
+    for number in range(300):
+        lookup, tokens = PromptLookup(), [dice.randrange(4) for _ in range(dice.randint(1, 12))]
+        asked = wish(tokens, 1, str(number))
+        for _ in range(20):
+            tokens = list(asked.request.tokens)
+            ends = [
+                end
+                for size in (4, 3, 2)
+                for end in reversed(range(size, len(tokens)))
+                if tokens[end - size : end] == tokens[-size:]
+            ]
+            assert lookup.propose([asked]) == [(tokens[ends[0]],) if ends else ()]
+            found += bool(ends)
+            asked.request.append([dice.randrange(4) for _ in range(dice.randint(1, 3))], 0.0)
+    assert found > 3000
+
+
+def test_lookup_holds_a_few_bytes_a_token() -> None:
+    asked = wish(list(range(50_000)), 1)
+    tracemalloc.start()
+    try:
+        lookup = PromptLookup()
+        lookup.propose([asked])
+        held, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 8 * 50_000
+    assert most < 16 * 50_000
+
+
 def test_a_text_that_repeats_is_lookups_own_ground(loaded: LoadedModel) -> None:
-    params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias={})
+    params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias={42: 100.0})
     plain = run(engine_of(loaded), params, [CIRCLE])
     engine = engine_of(loaded, PromptLookup())
     assert run(engine, params, [CIRCLE])["0"].token_ids == plain["0"].token_ids
+    assert engine.stats().accepted_tokens == engine.stats().draft_tokens > 40
+    assert engine.stats().steps < 20
 
 
 # ---- draft model
