@@ -82,6 +82,30 @@ def test_slack_computes_first_what_must_start_first() -> None:
     assert firsts(made, requests) == ["long", "soon", "late", "never"]
 
 
+@pytest.mark.parametrize(
+    ("old", "first"),
+    [
+        ({"tpot_target": 2.0}, "old"),  # its next token is due before the other's first
+        ({"ttft_target": 1.0, "tpot_target": 500.0}, "new"),  # its first one was due long ago, and is there
+        ({"ttft_target": 1.0}, "new"),
+        ({}, "new"),
+    ],
+)
+def test_slack_of_who_has_begun_is_that_of_its_next_token(old: dict[str, float], first: str) -> None:
+    made = world(running=1, order="slack", ageing=1000.0, preemption="recompute")
+    begun = made.add("old", prompt(1, 9), 12, **old)
+    while begun.num_output < 3:
+        made.step()
+    other = made.add("new", prompt(2, 9), 3, ttft_target=25.0)
+    made.preempt(0)
+    assert begun.state is State.WAITING
+    while not made.scheduler.num_running:
+        made.step()
+    assert (begun if first == "old" else other).state is State.RUNNING
+    made.drain()
+    made.check_outputs()
+
+
 def test_longest_prefix_computes_first_what_is_cached() -> None:
     made = world(running=1, order="longest_prefix")
     cached = prompt(1, 20)
@@ -144,7 +168,7 @@ def test_a_class_is_no_reason_where_the_order_knows_none() -> None:
 
 @pytest.mark.parametrize(("victims", "expected"), [("fifo", "c-fork"), ("class", "b"), ("slack", "c"), ("cost", "d")])
 def test_who_gives_way(victims: Any, expected: str) -> None:
-    made = world(victims=victims, budget=64)
+    made = world(victims=victims, budget=64, running=5)
     first = made.add("a", prompt(1, 8), 30, priority=9, tpot_target=900.0)
     made.add("b", prompt(2, 14), 20, priority=8, tpot_target=1.5)
     made.add("c", prompt(3, 16), 9, tpot_target=100.0)
