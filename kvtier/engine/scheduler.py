@@ -161,8 +161,9 @@ class Scheduler:
     def fork(self, parent: Request, child: Request) -> None:
         """Add a request that shares the KV of a live one, copy-on-write, as far as their tokens are the same.
 
-        The child runs from now on; where the parent holds no blocks, or the places are taken, it waits like any other
-        request, and finds the full blocks that both share. Beams take no place: they would wait for each other.
+        The child runs from now on; where the parent holds no blocks, or none any more that the child attends to, or the
+        places are taken, it waits like any other request, and finds the full blocks that both share. Beams take no
+        place: they would wait for each other.
 
         Args:
             parent: live, in any state.
@@ -173,12 +174,13 @@ class Scheduler:
         """
         self._register(child)
         child.order, child.metrics.arrival = parent.order, parent.metrics.arrival
-        ready = parent.state is State.RUNNING and parent.loading_from is None
+        shared = min(parent.num_computed, child.num_tokens - 1)
+        ready = parent.state is State.RUNNING and parent.loading_from is None and parent.blocks.serves(shared + 1)
         if not ready or (self._books.num_active >= self._books.max_running and not child.params.beam_width):
             self._books.waiting.add(child)
             return
         child.rank = (*parent.rank[:2], child.birth)
-        table, shared = parent.blocks.fork(), min(parent.num_computed, child.num_tokens - 1)
+        table = parent.blocks.fork()
         table.truncate(shared)
         child.start_running(table, shared, exact=parent.exact)
         self._books.run(child)

@@ -224,6 +224,21 @@ def test_a_draft_model_that_agrees_is_always_right(loaded: LoadedModel) -> None:
         assert engine.stats().accepted_tokens == engine.stats().draft_tokens > 50
 
 
+@pytest.mark.parametrize("windows", [(None, 6), (6, 6), ()])
+def test_sequences_fork_from_a_prompt_whose_last_token_is_a_step_of_its_own(windows: tuple[int | None, ...]) -> None:
+    """With guesses that are right, the first sequence would leave behind what the others attend to."""
+    model = tiny_model(windows)
+    params, prompt = SamplingParams(max_tokens=12, ignore_eos=True, n=3), PROMPTS[4][:16]
+    for proposer in (None, draft_of(model)):
+        engine = engine_of(model, proposer, token_budget=5)
+        engine.add("r", prompt, params)
+        outputs = {}
+        while engine.has_work:
+            outputs |= {output.index: output.token_ids for output in engine.step()}
+        assert len(set(outputs.values())) == 1
+    assert engine.stats().accepted_tokens > 0
+
+
 def test_a_draft_model_that_errs_costs_nothing_but_time(loaded: LoadedModel) -> None:
     other = TinyModel(loaded.config)
     other.head = loaded.model.head + 0.8 * torch.randn(  # type: ignore[attr-defined]
