@@ -143,7 +143,7 @@ class Speculation:
         # Penalties make every choice depend on the ones before it, so that rows cannot be chosen on their own.
         if not params.speculate or params.penalized or params.sparse is not None or params.beam_width:
             return None
-        # Its sequences fork from the prompt's KV, of which a window may have lost what they need once guesses were right.
+        # Its sequences fork from the prompt's KV, of which a window may have lost some once guesses were right.
         if params.n > 1 and not request.num_output:
             return None
         luck = self._luck.setdefault(request.id, _Luck())
