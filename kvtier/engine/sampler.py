@@ -19,6 +19,7 @@ __all__ = ["Draw", "derived_seed", "sample", "uniforms"]
 
 # Sorting a whole vocabulary takes ten times as long as its few likeliest tokens, which nearly always cover `top_p`.
 _HEAD = 512
+_FOLD = 8
 _ID_BITS = 32
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -130,11 +131,33 @@ def _likeliest(probabilities: Tensor, width: int) -> tuple[Tensor, Tensor]:
     Equal ones come in the order of their tokens, whatever the width and the other rows: in bfloat16 many are equal, and
     `topk` has them in an order that depends on both.
     """
-    likeliest, ids = probabilities.topk(width, dim=-1, sorted=False)
+    likeliest, ids = _largest(probabilities, width)
     # Not negative, so that their bits are in the same order as they are.
     bits = likeliest.view(torch.int32).to(torch.int64)
     order = (bits << _ID_BITS | (1 << _ID_BITS) - 1 - ids).argsort(dim=-1, descending=True)
     return likeliest.gather(1, order).double(), ids.gather(1, order)
+
+
+def _largest(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """What `topk` finds in float32 [R, N], unsorted and in half the time: it looks at fewer.
+
+    values [R, N] as rows of `_FOLD` each, and a rest:
+
+        . . . . . 7 . . .
+        9 . . . . . . . .        the largest lie in the columns whose own largest are the largest: 9 and 7,
+        . . . . . 8 . . .        so of these columns all, and the rest, are candidates
+        . .
+    """
+    columns = values.shape[1] // _FOLD
+    whole = columns * _FOLD
+    if columns < 2 * width:
+        return values.topk(width, dim=-1, sorted=False)
+    best = values[:, :whole].reshape(-1, _FOLD, columns).amax(1).topk(width, dim=-1, sorted=False).indices
+    places = best[:, None] + torch.arange(0, whole, columns, device=values.device)[:, None]
+    rest = torch.arange(whole, values.shape[1], device=values.device).expand(len(values), -1)
+    candidates = torch.cat((places.flatten(1), rest), 1)
+    largest, found = values.gather(1, candidates).topk(width, dim=-1, sorted=False)
+    return largest, candidates.gather(1, found)
 
 
 def _invert(mass: Tensor, total: Tensor, points: Tensor) -> Tensor:
