@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, overload
 
 import torch
 from kvtier_engine import Connection, connect, namespace_of
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "AsyncLLM", "Prompt"]
 
 _SETTLE_SECONDS = 5.0
+
+_T = TypeVar("_T")
 
 Prompt: TypeAlias = str | list[int]
 """Text, or token ids."""
@@ -189,12 +191,15 @@ def _overrides(
     return overrides
 
 
-def _hints(hints: RequestHints | Sequence[RequestHints | None] | None, prompts: int) -> Sequence[RequestHints | None]:
-    if hints is None or isinstance(hints, RequestHints):
-        return [hints] * prompts
-    if len(hints) != prompts:
-        raise RequestError(f"{len(hints)} hints for {prompts} prompts: give one for all, or one for each")
-    return hints
+def _each(name: str, given: _T | Sequence[_T | None] | None, one: type[_T], prompts: int) -> Sequence[_T | None]:
+    """What was given for all prompts, or for each."""
+    if given is None or isinstance(given, one):
+        return [given] * prompts
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise RequestError(f"{name} {given!r}: expected {one.__name__}, or a list of one for each prompt")
+    if len(given) != prompts:
+        raise RequestError(f"{len(given)} {name} for {prompts} prompts: give one for all, or one for each")
+    return given
 
 
 def _joined(outputs: Mapping[int, RequestOutput]) -> RequestOutput:
@@ -255,7 +260,7 @@ class LLM:
     def generate(
         self,
         prompts: list[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         hints: RequestHints | Sequence[RequestHints | None] | None = None,
     ) -> list[RequestOutput]: ...
@@ -263,7 +268,7 @@ class LLM:
     def generate(
         self,
         prompts: str | list[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         hints: RequestHints | Sequence[RequestHints | None] | None = None,
     ) -> RequestOutput | list[RequestOutput]:
@@ -271,7 +276,7 @@ class LLM:
 
         Args:
             prompts: one text, or a list of texts and of token-id lists.
-            params: for all of them.
+            params: for all of them, or one for each.
             hints: what is known of their KV's future, for all of them or one for each; they never change an output.
 
         Raises:
@@ -280,7 +285,9 @@ class LLM:
         batch = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(batch, list):
             raise RequestError(f"prompts {batch!r}: expected a text, or a list of texts and token-id lists")
-        outputs = self._run([self._stack.encode(prompt) for prompt in batch], params, _hints(hints, len(batch)))
+        chosen = _each("params", params, SamplingParams, len(batch))
+        known = _each("hints", hints, RequestHints, len(batch))
+        outputs = self._run([self._stack.encode(prompt) for prompt in batch], chosen, known)
         return outputs[0] if isinstance(prompts, str) else outputs
 
     def chat(
@@ -291,19 +298,22 @@ class LLM:
         hints: RequestHints | None = None,
     ) -> RequestOutput:
         """Answer a conversation, written with the model's own chat template."""
-        return self._run([self._stack.encode_chat(messages)], params, [hints])[0]
+        return self._run([self._stack.encode_chat(messages)], [params], [hints])[0]
 
     def _run(
-        self, prompts: Sequence[list[int]], params: SamplingParams | None, hints: Sequence[RequestHints | None]
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams | None],
+        hints: Sequence[RequestHints | None],
     ) -> list[RequestOutput]:
         if self._stack.closed:
             raise KVTierError("this LLM is closed; make a new one")
-        chosen = self._stack.params(params)
+        chosen = [self._stack.params(one) for one in params]
         ids = [f"llm-{next(self._numbers)}" for _ in prompts]
         try:
-            for request_id, tokens, known in zip(ids, prompts, hints, strict=True):
-                self._engine.add(request_id, tokens, chosen, known)
-            finished = self._drive(dict.fromkeys(ids, chosen.n))
+            for request_id, tokens, own, known in zip(ids, prompts, chosen, hints, strict=True):
+                self._engine.add(request_id, tokens, own, known)
+            finished = self._drive({request_id: own.n for request_id, own in zip(ids, chosen, strict=True)})
         except BaseException:
             for request_id in ids:
                 self._engine.abort(request_id)

@@ -398,8 +398,9 @@ class World:
         return child
 
     @property
-    def forks(self) -> int:
-        return sum("fork" in request_id for request_id in self.live)
+    def beams(self) -> int:
+        """Forks that run beyond the limit, and are there whatever becomes of their parents."""
+        return sum(request.params.beam_width > 0 for request in self.live.values())
 
     def draft(self, request: Request, drafts: Sequence[int]) -> None:
         """Guess what comes next, as far as the request may still grow."""
@@ -437,7 +438,7 @@ class World:
             plan = self.scheduler.schedule()
         self.indices.append(plan.step.index)
         assert plan.num_tokens <= self.budget
-        assert len(plan.requests) <= self.max_running + self.forks
+        assert len(plan.requests) <= self.max_running + self.beams
         assert len({request.id for request in plan.requests}) == len(plan.requests)
         return plan
 
@@ -519,14 +520,13 @@ class World:
         if isinstance(self.pool, MixedBlockPool):
             read = {slot for table in tables for slot in table.windowed_ids} - {NO_BLOCK}
             assert self.pool.used_slots == len(read)
-        # A fork runs beyond the limit, and is there whatever becomes of its parent.
         counts = {state: sum(request.state is state for request in self.live.values()) for state in State}
         swapped = counts[State.SWAPPING_OUT] + counts[State.SWAPPED]
         assert swapped == self.scheduler.num_swapped
         assert counts[State.WAITING] + swapped == self.scheduler.num_waiting
         assert counts[State.LOADING] == self.scheduler.num_loading
         assert counts[State.RUNNING] == self.scheduler.num_running
-        assert counts[State.RUNNING] + counts[State.LOADING] <= self.max_running + self.forks
+        assert counts[State.RUNNING] + counts[State.LOADING] <= self.max_running + self.beams
         for request in self.live.values():
             assert request.num_computed < request.num_tokens
             assert request.published * self.pool.block_size <= request.num_computed

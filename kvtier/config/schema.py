@@ -81,7 +81,7 @@ class EngineSettings(Section):
     seed: Seed = Field(default=0, description="What requests that bring no seed derive theirs from")
     order: Literal["fcfs", "priority", "slack", "longest_prefix"] = Field(
         default="fcfs",
-        description="Who is computed first: who came first, the better class, whose first token is due, or whose "
+        description="Who is computed first: who came first, the better class, whose next token is due, or whose "
         "prompt the device holds most of",
     )
     victims: Literal["fifo", "class", "slack", "cost"] = Field(

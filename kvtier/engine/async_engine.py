@@ -27,7 +27,8 @@ _DRAIN_SECONDS = 5.0
 class _Mailbox:
     """From the engine's thread to one consumer in an event loop.
 
-    Of each sequence at most one output waits here: one that a slow consumer has not taken is joined with the next.
+    Of each sequence at most one output waits here: one that a slow consumer has not taken is joined with the next, and
+    keeps its place among the others'.
 
     Args:
         sequences: how many will end.
@@ -52,7 +53,7 @@ class _Mailbox:
         if isinstance(item, KVTierError):
             self._error = item
         else:
-            earlier = self._waiting.pop(item.index, None)
+            earlier = self._waiting.get(item.index)
             self._waiting[item.index] = item if earlier is None else replace(item, delta=earlier.delta + item.delta)
         self._arrived.set()
 

@@ -56,7 +56,7 @@ class BeamGroup:
         for choice in going:
             parent = self.beams[choice.parent]
             if choice.parent in kept:
-                parent = self._forked(scheduler, parent, choice.token)
+                parent = self._forked(scheduler, parent, choice.token, now)
                 forks.append((parent, self.beams[choice.parent]))
             kept.add(choice.parent)
             beams.append(parent)
@@ -66,8 +66,8 @@ class BeamGroup:
         self.beams = beams
         return forks
 
-    def _forked(self, scheduler: Scheduler, parent: Request, token: int) -> Request:
-        output = [*parent.tokens[parent.prompt_len :], token]
-        child = parent.sibling(f"{self._name}{MARK}{next(self._numbers)}", parent.params, parent.seed, output)
+    def _forked(self, scheduler: Scheduler, parent: Request, token: int, now: float) -> Request:
+        child = parent.twin(f"{self._name}{MARK}{next(self._numbers)}")
+        child.append([token], now)
         scheduler.fork(parent, child)
         return child

@@ -50,7 +50,8 @@ class Engine:
         options: sizes and limits.
         hooks: scheduler half and worker half of a KV connector. What the first one raises counts as a miss, and in
             `EngineStats.hook_errors`; what the second one raises fails the step.
-        proposer: guesses tokens ahead; the output is the same, sooner.
+        proposer: guesses tokens ahead; the output is the same, sooner. What it raises costs guesses, and is counted in
+            `EngineStats.draft_errors`.
 
     Raises:
         CapacityError: the device memory is too small for one block.
@@ -190,7 +191,8 @@ class Engine:
                 )
 
     def _sequence(self, request: Request, owner: LiveRequest, index: int = 0) -> LiveSequence:
-        stream = TextStream(IncrementalDecoder(self._tokenizer), request.params.stop)
+        params = request.params
+        stream = TextStream(IncrementalDecoder(self._tokenizer), params.stop, params.min_tokens)
         return LiveSequence(request, stream, owner, index)
 
     def _beams(self, request: Request) -> BeamGroup | None:
@@ -473,7 +475,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Gauges and counters."""
         scheduler, counters = self._scheduler, self._scheduler.counters
-        held = max(counters.slots_held, 1)
+        held, speculation = max(counters.slots_held, 1), self._speculation
         return EngineStats(
             steps=counters.steps,
             waiting=scheduler.num_waiting,
@@ -485,8 +487,9 @@ class Engine:
             device_hit_tokens=counters.device_hits,
             loaded_tokens=counters.loaded,
             computed_tokens=counters.computed,
-            draft_tokens=0 if self._speculation is None else self._speculation.proposed,
-            accepted_tokens=0 if self._speculation is None else self._speculation.accepted,
+            draft_tokens=0 if speculation is None else speculation.proposed,
+            accepted_tokens=0 if speculation is None else speculation.accepted,
+            draft_errors=0 if speculation is None else speculation.errors,
             num_blocks=self._blocks.num_blocks,
             free_blocks=self._blocks.num_blocks - self._blocks.used_blocks,
             hook_errors=0 if self._hook is None else self._hook.errors,

@@ -53,10 +53,14 @@ class _Orders:
     def slack(self, request: Request) -> float:
         """When it must be started at the latest: deadline - prefill of what is cached nowhere - load of the rest.
 
-        The present is the same for all and left out. Without a target a request may take `ageing` seconds.
+        The deadline is that of the next token, which is not the first one of a request that lost its blocks. The
+        present is the same for all and left out. Without a target a request may take `ageing` seconds.
         """
-        target = request.params.ttft_target
-        deadline = request.metrics.arrival + (self.ageing if target is None else target)
+        metrics, params, deadline = request.metrics, request.params, request.metrics.arrival + self.ageing
+        if metrics.latest_token is None and params.ttft_target is not None:
+            deadline = metrics.arrival + params.ttft_target
+        elif metrics.latest_token is not None and params.tpot_target is not None:
+            deadline = metrics.latest_token + params.tpot_target
         missing = max(0, request.num_tokens - self.cached_tokens(request))
         loaded = min(request.offered, missing)
         return deadline - self.steps.prefill_seconds(missing - loaded) - self.loads.seconds(loaded)

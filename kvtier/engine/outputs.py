@@ -135,6 +135,7 @@ class EngineStats:
         computed_tokens: tokens whose KV was computed.
         draft_tokens: guesses that were computed.
         accepted_tokens: those that were right.
+        draft_errors: what the proposer raised; each one costs guesses, and nothing else.
         num_blocks: blocks of the device pool.
         free_blocks: those that no request holds, cached ones included.
         hook_errors: what the hook raised; each one counts as a miss.
@@ -155,6 +156,7 @@ class EngineStats:
     computed_tokens: int
     draft_tokens: int
     accepted_tokens: int
+    draft_errors: int
     num_blocks: int
     free_blocks: int
     hook_errors: int

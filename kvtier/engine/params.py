@@ -26,7 +26,8 @@ class SamplingParams:
 
     Args:
         max_tokens: tokens to generate at most; None is as many as the context takes.
-        min_tokens: tokens to generate before one that ends the output may be chosen.
+        min_tokens: tokens to generate before one that ends the output may be chosen; nor does a `stop` text end it that
+            they complete.
         n: sequences to generate from the prompt, whose KV they share.
         beam_width: search with so many beams instead of token by token, and return the `n` best outputs; 0: no.
         length_penalty: of beam search: outputs are ranked by logprob / length ** length_penalty.

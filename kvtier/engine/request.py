@@ -13,6 +13,7 @@ any but FINISHED -> ABORTED
 
 import enum
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvtier.engine.counts import TokenCounts
 from kvtier.engine.outputs import RequestMetrics, TokenLogprobs
@@ -162,9 +163,9 @@ class Request:
         self.pending = 0
         self.guessing = False
 
-    def sibling(self, request_id: str, params: SamplingParams, seed: int, output: Sequence[int] = ()) -> "Request":
-        """Another request with the same prompt, and with an output of its own so far."""
-        other = Request(
+    def sibling(self, request_id: str, params: SamplingParams, seed: int) -> "Request":
+        """Another request with the same prompt."""
+        return Request(
             request_id,
             self.tokens[: self.prompt_len],
             params,
@@ -173,9 +174,12 @@ class Request:
             limit=self.max_tokens,
             hints=self.hints,
         )
-        for token in output:
-            other._append(token)
-        other.metrics.output_tokens = len(output)
+
+    def twin(self, request_id: str) -> "Request":
+        """Another request that has come as far as this one, in the same way."""
+        other = self.sibling(request_id, self.params, self.seed)
+        other.append(self.tokens[self.prompt_len :], 0.0)
+        other.metrics = replace(self.metrics)
         return other
 
     def _forget_progress(self) -> None:

@@ -22,7 +22,7 @@ class SchedulingRules:
 
     Args:
         order: who is computed first. `fcfs`: who came first; `priority`: by class, and a better class takes the place
-            of a worse one; `slack`: whose first token is due first, less the time that it takes; `longest_prefix`:
+            of a worse one; `slack`: whose next token is due first, less the time that it takes; `longest_prefix`:
             whose prompt the device holds most of.
         victims: who gives way where blocks are missing, among those behind in the order. `fifo`: who came last;
             `class`: the least important; `slack`: whose next token is due last; `cost`: who frees most blocks per

@@ -37,7 +37,7 @@ class Scheduler:
     """Decodes first, then prefill chunks in the order of the rules, under a token budget and a predicted time.
 
     Invariants:
-        1. A step computes at most `token_budget` tokens, for at most `max_running` requests.
+        1. A step computes at most `token_budget` tokens, for at most `max_running` requests, further beams not counted.
         2. A block that a step or a load may write has one holder and no name.
         3. The first request in the order always makes progress: only those behind it are preempted for it, and only a
            bounded number of others is admitted while it waits for room.
@@ -129,7 +129,7 @@ class Scheduler:
             RequestError: a live request has its id, or it can never fit into the device pool.
         """
         self._register(request)
-        request.order = request.birth
+        request.order, request.metrics.arrival = request.birth, self._books.clock()
         self._books.waiting.add(request)
 
     def _register(self, request: Request) -> None:
@@ -141,7 +141,6 @@ class Scheduler:
                 f"request {request.id!r} may grow to {request.max_tokens} tokens, which takes {wanted} blocks, the "
                 f"device pool has {self._pool.num_blocks}: shorten it, or give the engine more blocks"
             )
-        request.metrics.arrival = self._books.clock()
         request.birth = next(self._arrivals)
         self._requests[request.id] = request
 
@@ -162,8 +161,9 @@ class Scheduler:
     def fork(self, parent: Request, child: Request) -> None:
         """Add a request that shares the KV of a live one, copy-on-write, as far as their tokens are the same.
 
-        The child runs from now on, beyond `max_running` if need be; where the parent holds no blocks, it waits like any
-        other request.
+        The child runs from now on; where the parent holds no blocks, or none any more that the child attends to, or the
+        places are taken, it waits like any other request, and finds the full blocks that both share. Beams take no
+        place: they would wait for each other.
 
         Args:
             parent: live, in any state.
@@ -173,12 +173,14 @@ class Scheduler:
             RequestError: a live request has the child's id.
         """
         self._register(child)
-        child.order = parent.order
-        if parent.state is not State.RUNNING or parent.loading_from is not None:
+        child.order, child.metrics.arrival = parent.order, parent.metrics.arrival
+        shared = min(parent.num_computed, child.num_tokens - 1)
+        ready = parent.state is State.RUNNING and parent.loading_from is None and parent.blocks.serves(shared + 1)
+        if not ready or (self._books.num_active >= self._books.max_running and not child.params.beam_width):
             self._books.waiting.add(child)
             return
         child.rank = (*parent.rank[:2], child.birth)
-        table, shared = parent.blocks.fork(), min(parent.num_computed, child.num_tokens - 1)
+        table = parent.blocks.fork()
         table.truncate(shared)
         child.start_running(table, shared, exact=parent.exact)
         self._books.run(child)
@@ -256,10 +258,25 @@ class Scheduler:
         self._books.loads.observe(tokens, seconds)
 
     def _plan_decodes(self, draft: Draft) -> None:
-        for request in [request for request in self._books.running if request.plannable and request.ahead == 1]:
+        decodes = [request for request in self._books.running if request.plannable and request.ahead == 1]
+        if any(request.drafts for request in decodes):
+            self._limit_drafts(decodes, draft.budget)
+        for request in decodes:
             # It may have been preempted for one planned before it.
             if request.state is State.RUNNING and draft.budget:
                 self._plan_request(request, draft)
+
+    def _limit_drafts(self, decodes: Sequence[Request], budget: int) -> None:
+        """Guesses get what the decodes' own tokens leave over, of the budget and of the blocks: nobody loses by one."""
+        size, tokens = self._pool.block_size, budget - len(decodes)
+        own = sum(request.blocks.missing(request.reach + 1, request.reach) for request in decodes)
+        blocks = max(0, self._pool.free_blocks - own)
+        for request in decodes:
+            first = request.reach + 1
+            room = max(request.blocks.capacity_tokens, -(-first // size) * size) - first
+            request.drafts = request.drafts[: max(0, min(tokens, room + blocks * size))]
+            tokens -= len(request.drafts)
+            blocks -= max(0, -(-(len(request.drafts) - room) // size))
 
     def _limit_prefill(self, draft: Draft) -> None:
         """Leave so much of the budget that the step takes no longer than its decodes may wait for their next token."""

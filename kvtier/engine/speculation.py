@@ -5,6 +5,7 @@ right, and after misses a pause that grows. Of the engine, what a step with draf
 without, for about as many requests: the poorer kind is only tried now and then.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from kvtier.engine.drafting import Proposer, Wish
 from kvtier.engine.request import Request, State
 
 __all__ = ["PayMeter", "Speculation"]
+
+_log = logging.getLogger(__name__)
 
 _FIRST_COUNT = 2
 _LONGEST_PAUSE = 64
@@ -36,6 +39,9 @@ class _Luck:
         self.count = _FIRST_COUNT
         self.resting = self.pause
         self.pause = min(_LONGEST_PAUSE, 2 * self.pause)
+
+    def rest(self) -> None:
+        self.resting = self.pause = _LONGEST_PAUSE
 
 
 @dataclass(slots=True)
@@ -91,12 +97,14 @@ class Speculation:
         most: draft tokens per request and step at most.
         proposed: draft tokens that were computed so far.
         accepted: those that were right.
+        errors: exceptions of the proposer. Whose guess it was gets none for a while; nobody's output depends on it.
     """
 
     proposer: Proposer
     most: int
     proposed: int = 0
     accepted: int = 0
+    errors: int = 0
     _meter: PayMeter = field(default_factory=PayMeter)
     _luck: dict[str, _Luck] = field(default_factory=dict)
 
@@ -106,13 +114,37 @@ class Speculation:
         wishes = [wish for wish in map(self._wish, decoding) if wish is not None]
         if not wishes or not self._meter.pays(len(decoding)):
             return
-        for wish, drafts in zip(wishes, self.proposer.propose(wishes), strict=True):
+        for wish, drafts in zip(wishes, self._guesses(wishes), strict=True):
             wish.request.drafts = drafts
+
+    def _guesses(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
+        try:
+            return self.proposer.propose(wishes)
+        except Exception as error:  # noqa: BLE001  # to guess for each alone says whose it is
+            self._count(error)
+        return [self._guess_alone(wish) for wish in wishes]
+
+    def _guess_alone(self, wish: Wish) -> tuple[int, ...]:
+        try:
+            return self.proposer.propose([wish])[0]
+        except Exception as error:  # noqa: BLE001  # it is the request's, which goes on without guesses
+            self._count(error)
+        self._luck[wish.request.id].rest()
+        return ()
+
+    def _count(self, error: Exception) -> None:
+        self.errors += 1
+        # At powers of two: a proposer that always raises must not fill the log.
+        if self.errors & (self.errors - 1) == 0:
+            _log.error("the proposer raised, and guesses nothing; %d errors so far", self.errors, exc_info=error)
 
     def _wish(self, request: Request) -> Wish | None:
         params = request.params
         # Penalties make every choice depend on the ones before it, so that rows cannot be chosen on their own.
         if not params.speculate or params.penalized or params.sparse is not None or params.beam_width:
+            return None
+        # Its sequences fork from the prompt's KV, of which a window may have lost some once guesses were right.
+        if params.n > 1 and not request.num_output:
             return None
         luck = self._luck.setdefault(request.id, _Luck())
         if luck.resting:

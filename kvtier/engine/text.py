@@ -29,11 +29,12 @@ class TextStream:
     Args:
         decoder: of this request alone.
         stop: texts that end the output.
+        min_tokens: first tokens, by none of which it ends: a stop string that is complete by then is text like other.
     """
 
-    __slots__ = ("_decoder", "_held", "_longest", "_released", "_stop", "stopped", "text")
+    __slots__ = ("_decoder", "_held", "_longest", "_released", "_stop", "_unstoppable", "stopped", "text")
 
-    def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
+    def __init__(self, decoder: Decoder, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self.text = ""
         self.stopped = False
         self._decoder = decoder
@@ -41,10 +42,12 @@ class TextStream:
         self._longest = max(map(len, stop), default=0)
         self._released = 0
         self._held = 0
+        self._unstoppable = min_tokens  # of the tokens to come
 
     def push(self, token: int) -> bool:
         """Append a token; returns whether it completed a stop string, before which the text now ends."""
         self._append(self._decoder.push((token,)))
+        self._unstoppable -= 1
         return self.stopped
 
     def close(self) -> None:
@@ -66,10 +69,11 @@ class TextStream:
         return self.text[: self._released]
 
     def _append(self, piece: str) -> None:
-        # A stop string that is complete only now ends within the new piece.
-        first = max(0, len(self.text) - self._longest + 1)
+        known = len(self.text)
         self.text += piece
-        ends = [at for at in (self.text.find(stop, first) for stop in self._stop) if at >= 0]
+        # A stop string that is complete only now ends within the new piece.
+        found = [self.text.find(stop, max(0, known - len(stop) + 1)) for stop in self._stop]
+        ends = [at for at in found if at >= 0 and self._unstoppable <= 0]
         if ends:
             self.text = self.text[: min(ends)]
             self.stopped = True

@@ -266,6 +266,10 @@ class MixedBlockTable(BlockTable):
         """See `BlockTable.whole`."""
         return not self._behind
 
+    def serves(self, num_tokens: int) -> bool:
+        """See `BlockTable.serves`."""
+        return self._behind <= self._mixed.behind(num_tokens)
+
     def extend(self, num_tokens: int, start: int) -> list[BlockCopy]:
         """See `BlockTable.extend`. What is appended behind the window has no windowed part."""
         first = start // self._mixed.block_size

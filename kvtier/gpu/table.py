@@ -66,6 +66,10 @@ class BlockTable:
         """Whether nothing is behind the window, so that any token of it may come next."""
         return not self.gone
 
+    def serves(self, num_tokens: int) -> bool:
+        """Whether nothing is behind the window that the last one of so many tokens attends to."""
+        return self.gone <= self._pool.behind(num_tokens)
+
     @property
     def capacity_tokens(self) -> int:
         """Tokens that fit into the blocks, or did as long as they were there."""

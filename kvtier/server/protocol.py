@@ -27,6 +27,7 @@ _MAX_STOP = 256
 _MAX_LOGPROBS = 20
 _MAX_BIASES = 1024
 _MAX_STOP_IDS = 1024
+_LEAST_SEED, _MOST_SEED = -(2**63), 2**64 - 1
 _DAY = 86_400
 
 _PromptInput: TypeAlias = str | list[str] | list[int] | list[list[int]]
@@ -141,7 +142,7 @@ class SamplingBody(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Annotated[list[str], PlainValidator(_stops, json_schema_input_type=str | list[str])] | None = None
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=_LEAST_SEED, le=_MOST_SEED)
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)

@@ -15,6 +15,9 @@ __all__ = ["chat_params", "completion_params", "request_hints"]
 _COMPLETION_TOKENS = 16
 """OpenAI's default for completions; chats have no limit but the context."""
 
+_SEEDS = 2**64
+"""The engine's seeds have no sign, OpenAI's have: a negative one is as good as any."""
+
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
 _SHOWN = 40
 
@@ -31,7 +34,6 @@ _AS_IT_IS = frozenset(
         "presence_penalty",
         "priority",
         "repetition_penalty",
-        "seed",
         "speculate",
         "temperature",
         "top_k",
@@ -112,6 +114,8 @@ def _common(body: SamplingBody) -> dict[str, Any]:
     chosen: dict[str, Any] = default | body.model_dump(include=set(_AS_IT_IS), exclude_none=True)
     if body.n is not None and body.n > 1:
         chosen["n"] = body.n
+    if body.seed is not None:
+        chosen["seed"] = body.seed % _SEEDS
     if body.stop is not None:
         chosen["stop"] = tuple(body.stop)
     if body.stop_token_ids is not None:

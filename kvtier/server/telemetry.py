@@ -113,6 +113,7 @@ class _EngineCollector(Collector):
             "computed_tokens": ("Tokens whose KV was computed", stats.computed_tokens),
             "draft_tokens": ("Tokens that were guessed ahead and computed", stats.draft_tokens),
             "accepted_draft_tokens": ("Those that were right", stats.accepted_tokens),
+            "draft_errors": ("Exceptions of what guesses ahead; each one costs guesses alone", stats.draft_errors),
             "hook_errors": ("Exceptions of the KV connector; each one counts as a miss", stats.hook_errors),
             "refused_requests": ("Requests that found no room in the queue", self._admission.refused),
         }

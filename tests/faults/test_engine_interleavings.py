@@ -1,6 +1,7 @@
 """Everything at once on tiny pools and budgets: every request gets the output that it would have had alone.
 
-As a script, more of the same: `test_engine_interleavings.py --lives 1000 [--seed 1000]`; every third model is mixed.
+As a script, more of the same: `test_engine_interleavings.py --lives 1000 [--seed 1000]`; of five, one is mixed, one
+windowed, and one's pool coded.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import random
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,12 @@ from tiny_model import TinyModel, tiny_model
 
 from kvtier.cpu import HostTier
 from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams
+from kvtier.engine.core import kv_layout
 from kvtier.engine.draft_model import DraftModel
 from kvtier.engine.drafting import PromptLookup, Proposer
 from kvtier.engine.models import LoadedModel
+from kvtier.engine.options import KvFormat
+from kvtier.engine.outputs import TokenLogprobs
 from kvtier.engine.rules import SchedulingRules
 from kvtier.engine.sparse import Sparse
 from kvtier.gpu.mixed import MixedBlockPool
@@ -49,14 +53,22 @@ def mixed() -> LoadedModel:
     return tiny_model((None, 6))
 
 
+@pytest.fixture(scope="module")
+def windowed() -> LoadedModel:
+    """Both layers keep a window."""
+    return tiny_model((6, 6))
+
+
 def some_params(dice: random.Random) -> SamplingParams:
-    """Beams, parallel samples, penalties, log-probabilities, sparsity that changes nothing."""
+    """Beams, parallel samples, limits, penalties, biases, log-probabilities, sparsity that changes nothing."""
     most = dice.choice([1, 2, 3, 6, 12, 20])
     common = {
         "max_tokens": most, "ignore_eos": dice.random() < 0.7, "priority": dice.randrange(3), "seed": dice.randrange(4),
         "min_tokens": min(most, dice.choice([0, 0, 0, 3])),
         "stop_token_ids": frozenset(dice.sample(range(257), dice.choice([0, 0, 40]))),
-        "repetition_penalty": dice.choice([1.0, 1.0, 1.3]),
+        "repetition_penalty": dice.choice([1.0, 1.0, 1.0, 1.3]),
+        "logit_bias": dice.choice([{}, {}, {40: 3.0, 41: -100.0}]),
+        "tpot_target": dice.choice([None, None, 1e-6, 1.0]), "ttft_target": dice.choice([None, 1e-6, 1.0]),
     }  # fmt: skip
     if dice.random() < 0.3:
         width = dice.randint(1, 5)
@@ -68,8 +80,12 @@ def some_params(dice: random.Random) -> SamplingParams:
         n=dice.choice([1, 1, 2, 4]),
         temperature=dice.choice([0.0, 0.5, 1.5]),
         top_k=dice.choice([0, 20]),
-        frequency_penalty=dice.choice([0.0, 0.0, 0.3]),
+        top_p=dice.choice([1.0, 0.8]),
+        min_p=dice.choice([0.0, 0.05]),
+        frequency_penalty=dice.choice([0.0, 0.0, 0.0, 0.3]),
+        logprobs=dice.choice([None, 0, 3]),
         prompt_logprobs=dice.choice([None, None, 0, 2]),
+        speculate=dice.random() < 0.9,
         stop=dice.choice([(), (), ("e", "xy")]),
         sparse=sparse,
     )
@@ -84,13 +100,16 @@ def some_rules(dice: random.Random, *, pipelined: bool) -> SchedulingRules:
         residency=dice.choice([0, 4, 16]),
         prefetch_ahead=dice.choice([0, 4]),
         pipelined=pipelined,
+        overlap_loads=dice.random() < 0.5,
     )
 
 
 class Life:
     """One engine, everything that was asked of it and what became of it."""
 
-    def __init__(self, loaded: LoadedModel, dice: random.Random, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, loaded: LoadedModel, dice: random.Random, stack: contextlib.ExitStack, kv_format: KvFormat
+    ) -> None:
         self.model = loaded
         self.dice = dice
         pipelined = dice.random() < 0.3
@@ -106,11 +125,12 @@ class Life:
             max_model_len=min(blocks * BLOCK, 70),
             draft_tokens=dice.choice([1, 3, 8]),
             scheduling=some_rules(dice, pipelined=pipelined),
+            kv_format=kv_format,
         )
         hooks = None
         if dice.random() < 0.7:
             store = stack.enter_context(contextlib.closing(TieredStore(HostTier(dice.choice([1 << 16, 1 << 20])))))
-            layout = loaded.model.layout(BLOCK)
+            layout = kv_layout(loaded, self.options)
             connection = connect(store, loaded, layout, self.options.token_budget, recompute_gate=dice.random() < 0.3)
             stack.enter_context(contextlib.closing(connection))
             hooks = (connection.scheduler, connection.worker)
@@ -125,8 +145,9 @@ class Life:
         text = self.dice.choice(TEXTS)
         length = self.dice.randint(1, min(len(text), self.engine.max_model_len - 1))
         params = some_params(self.dice)
-        # Where layers have windows, what is attended to is the model's affair.
-        self.asked[name] = text[:length], replace(params, sparse=None) if self.model.config.windows else params
+        if self.model.config.windows or self.options.kv_format != "raw":
+            params = replace(params, sparse=None)  # what is attended to is the model's affair, or the pool's
+        self.asked[name] = text[:length], params
         self.engine.add(name, *self.asked[name])
 
     def step(self) -> None:
@@ -144,8 +165,7 @@ class Life:
     def ended(self) -> None:
         pool = self.engine._blocks
         assert pool.used_blocks == 0
-        if self.model.config.windows:
-            assert isinstance(pool, MixedBlockPool)
+        if isinstance(pool, MixedBlockPool):
             assert pool.used_slots == 0
 
     def fail(self) -> None:
@@ -185,11 +205,24 @@ class Life:
         raise AssertionError(f"no end in sight: {self.engine.stats()}")
 
 
-def alone(loaded: LoadedModel, prompt: list[int], params: SamplingParams, limit: int) -> Iterator[RequestOutput]:
-    engine = Engine(loaded, EngineOptions(block_size=BLOCK, num_blocks=400, max_model_len=limit, max_running=64))
+def alone(
+    loaded: LoadedModel, prompt: list[int], params: SamplingParams, options: EngineOptions, limit: int
+) -> Iterator[RequestOutput]:
+    options = EngineOptions(
+        block_size=BLOCK, num_blocks=400, max_model_len=limit, max_running=64, kv_format=options.kv_format
+    )
+    engine = Engine(loaded, options)
     engine.add("alone", prompt, params)
     while engine.has_work:
         yield from (output for output in engine.step() if output.finish_reason is not None)
+
+
+def scores(entries: Sequence[TokenLogprobs | None] | None) -> list[float] | None:
+    """Of tokens, and of the likeliest beside each: how likely, not which, since two may be alike."""
+    if entries is None:
+        return None
+    known = [entry for entry in entries if entry is not None]
+    return [value for entry in known for value in (entry.logprob, *(score for _, score in entry.top))]
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -202,10 +235,20 @@ def test_every_output_of_a_mixed_model_is_the_undisturbed_one(mixed: LoadedModel
     check(mixed, seed)
 
 
-def check(loaded: LoadedModel, seed: int) -> int:
+@pytest.mark.parametrize("seed", range(200, 208))
+def test_every_output_of_a_windowed_model_is_the_undisturbed_one(windowed: LoadedModel, seed: int) -> None:
+    check(windowed, seed)
+
+
+@pytest.mark.parametrize("seed", range(300, 308))
+def test_every_output_over_a_coded_pool_is_the_undisturbed_one(loaded: LoadedModel, seed: int) -> None:
+    check(loaded, seed, "int8")
+
+
+def check(loaded: LoadedModel, seed: int, kv_format: KvFormat = "raw") -> int:
     """One engine's life; how many requests were compared."""
     with contextlib.ExitStack() as stack:
-        life = Life(loaded, random.Random(seed), stack)
+        life = Life(loaded, random.Random(seed), stack, kv_format)
         life.live()
         life.ended()
         assert life.engine.stats().free_blocks == life.options.num_blocks
@@ -213,11 +256,14 @@ def check(loaded: LoadedModel, seed: int) -> int:
         for name, (prompt, params) in life.asked.items():
             if name in life.cut:
                 continue
-            for expected in alone(loaded, prompt, params, life.engine.max_model_len):
+            for expected in alone(loaded, prompt, params, life.options, life.engine.max_model_len):
                 output = life.outputs[name, expected.index]
                 assert (output.token_ids, output.text, output.finish_reason) == (
                     expected.token_ids, expected.text, expected.finish_reason,
                 ), (name, params)  # fmt: skip
+                for found, wanted in ((output.logprobs, expected.logprobs),
+                                      (output.prompt_logprobs, expected.prompt_logprobs)):  # fmt: skip
+                    assert scores(found) == pytest.approx(scores(wanted), abs=1e-2), (name, params)
         return len(life.asked.keys() - life.cut)
 
 
@@ -227,11 +273,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1000, help="of the first one; each has the next")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    models = [tiny_model(), tiny_model(), tiny_model((None, 6))]
+    models = [tiny_model(), tiny_model((None, 6)), tiny_model(), tiny_model((6, 6)), tiny_model()]
+    formats: list[KvFormat] = ["raw", "raw", "raw", "raw", "int8"]
     compared, wrong = 0, []
     for seed in range(chosen.seed, chosen.seed + chosen.lives):
         try:
-            compared += check(models[seed % 3], seed)
+            compared += check(models[seed % 5], seed, formats[seed % 5])
         except Exception:  # noqa: BLE001 - the next life may be right
             traceback.print_exc()
             wrong.append(seed)

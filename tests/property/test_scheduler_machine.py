@@ -91,12 +91,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.step()
 
     @precondition(lambda self: 0 < len(self.world.live) < 8)
-    @rule(data=st.data(), max_tokens=st.integers(1, 8))
-    def fork(self, data: st.DataObject, max_tokens: int) -> None:
+    @rule(data=st.data(), max_tokens=st.integers(1, 8), width=st.sampled_from([0, 2]))
+    def fork(self, data: st.DataObject, max_tokens: int, width: int = 0) -> None:
         parent = self.world.live[data.draw(st.sampled_from(sorted(self.world.live)))]
         if parent.num_tokens < self.world.pool.num_blocks * self.world.pool.block_size:
             self.numbers += 1
-            self.world.fork(parent, f"{parent.id[:5]}-fork-{self.numbers}", max_tokens)
+            self.world.fork(parent, f"{parent.id[:5]}-fork-{self.numbers}", max_tokens, beam_width=width)
 
     @rule(right=st.integers(0, 3), count=st.integers(1, 4))
     def guess(self, right: int, count: int) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -156,6 +157,25 @@ def test_a_slow_consumer_gets_everything_in_fewer_pieces(served: AsyncEngine) ->
     assert "".join(output.delta for output in outputs) == outputs[-1].text
     assert len(outputs[-1].token_ids) == 40
     assert len(outputs) < 40
+
+
+def test_the_first_sequence_comes_first_however_slow_the_consumer(served: AsyncEngine) -> None:
+    """It alone brings the prompt's log-probabilities, which belong before whatever the others say."""
+    drawn = {"temperature": 1.0, "seed": 9, "stop_token_ids": frozenset(range(50))}
+    params = SamplingParams(max_tokens=40, n=3, prompt_logprobs=0, **drawn)  # type: ignore[arg-type]
+
+    async def scenario() -> list[RequestOutput]:
+        task = asyncio.create_task(collect(served, [5, 6, 7], params))
+        await asyncio.sleep(0)
+        time.sleep(0.3)  # the loop has other things to do
+        return await task
+
+    outputs = asyncio.run(scenario())
+    lengths = [len(output.token_ids) for output in outputs if output.finish_reason]
+    assert len(outputs) < sum(lengths)
+    assert outputs[0].index == 0
+    assert lengths[0] > min(lengths)  # others were through while it went on
+    assert outputs[0].prompt_logprobs is not None
 
 
 POISON = 251

@@ -1,5 +1,6 @@
 """Beam search against transformers' own, on a small model with random weights."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,22 @@ def test_masks_and_penalties_as_transformers_has_them(reference: LlamaForCausalL
     for prompt, outputs in zip(PROMPTS, run(engine, PROMPTS, params), strict=True):
         sequences, _ = expected(reference, prompt, 3, min_new_tokens=4, repetition_penalty=1.4)
         assert [list(output.token_ids) for output in outputs] == sequences
+
+
+def test_a_beam_tells_what_became_of_the_request(loaded: LoadedModel) -> None:
+    """Not of itself alone: most beams begin half-way."""
+    engine = Engine(loaded, EngineOptions(block_size=4, num_blocks=64))
+    params = SamplingParams(max_tokens=TOKENS, beam_width=4, n=4, ignore_eos=True)
+    run(engine, PROMPTS[3:], params)
+    before = time.perf_counter()
+    (outputs,) = run(engine, PROMPTS[3:], params)
+    for output in outputs:
+        metrics = output.metrics
+        assert metrics.first_token is not None
+        assert metrics.latest_token is not None
+        assert before < metrics.arrival < metrics.first_token < metrics.latest_token
+        assert (metrics.cached_tokens, metrics.computed_tokens) == (20, 3)
+        assert metrics.output_tokens == TOKENS
 
 
 def test_an_abort_ends_all_beams(loaded: LoadedModel) -> None:

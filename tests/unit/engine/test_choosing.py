@@ -14,6 +14,7 @@ from transformers import (
 
 from kvtier.engine import Engine, EngineOptions, RequestOutput, SamplingParams
 from kvtier.engine.counts import TokenCounts
+from kvtier.engine.drafting import PromptLookup
 from kvtier.engine.logits import adjust, is_adjusted
 from kvtier.engine.logprobs import token_logprobs
 from kvtier.engine.models import LoadedModel
@@ -134,6 +135,19 @@ def test_an_end_that_comes_too_early_is_not_chosen(loaded: LoadedModel) -> None:
     output = run(loaded, PROMPT, params)
     assert len(output.token_ids) >= 6
     assert end not in output.token_ids[:6]
+
+
+@pytest.mark.parametrize("proposer", [None, PromptLookup()])
+def test_a_stop_text_that_comes_too_early_ends_nothing(loaded: LoadedModel, proposer: PromptLookup | None) -> None:
+    """The output is one letter, again and again, which guesses foresee."""
+    params = SamplingParams(max_tokens=9, min_tokens=6, ignore_eos=True, logit_bias={42: 100.0}, stop=("J", "JJ"))
+    engine = Engine(loaded, EngineOptions(block_size=4, num_blocks=64), proposer=proposer)
+    engine.add("r", PROMPT, params)
+    while engine.has_work:
+        outputs = engine.step()
+    assert loaded.tokenizer.decode([42]) == "J"
+    assert (outputs[0].token_ids, outputs[0].text) == ((42,) * 7, "J" * 5)
+    assert outputs[0].finish_reason == "stop"
 
 
 def test_a_bias_decides(loaded: LoadedModel) -> None:

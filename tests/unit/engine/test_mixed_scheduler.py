@@ -5,6 +5,8 @@ import random
 import pytest
 from scheduler_world import Fate, RandomFate, World
 
+from kvtier.engine.params import SamplingParams
+from kvtier.engine.request import State
 from kvtier.engine.rules import SchedulingRules
 from kvtier.errors import CapacityError
 from kvtier.gpu.mixed import MixedBlockPool
@@ -35,6 +37,22 @@ def test_the_fewest_slots_hold_any_length(window: int, pipelined: bool, budget: 
         made.add(name, [(7 * at) % 50 for at in range(60)], 90)
     finish(made)
     assert [len(output) for _, output in made.outputs.values()] == [90, 90]
+
+
+@pytest.mark.parametrize("slots", [0, 40])
+@pytest.mark.parametrize("ahead", [1, 6, 20])
+def test_a_fork_from_before_its_parents_window_does_without_what_is_gone(slots: int, ahead: int) -> None:
+    made = World(num_blocks=60, slots=slots, window=6)
+    parent = made.add("a", [(7 * at) % 50 for at in range(16)], 30)
+    while parent.num_output < ahead:
+        made.step()
+    child = parent.sibling("a-fork", SamplingParams(max_tokens=9), 0)
+    made.scheduler.fork(parent, child)
+    made.live["a-fork"] = child
+    assert (child.state is State.RUNNING) == (ahead == 1)
+    made.drain()
+    made.check_outputs()
+    assert len(made.outputs) == 2
 
 
 def test_less_slots_than_a_window_are_refused() -> None:

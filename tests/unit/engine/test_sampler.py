@@ -66,6 +66,43 @@ def test_alone_or_in_a_mixed_batch() -> None:
     assert together[::-1] == sample(logits.flip(0), draws[::-1])
 
 
+@pytest.mark.parametrize("limit", [{"top_p": 0.3}, {"top_p": 0.99}, {"top_k": 20}, {"top_k": 900}, {"min_p": 0.02}])
+def test_what_is_as_likely_as_others_is_drawn_alike_in_any_batch(limit: dict[str, float]) -> None:
+    """In bfloat16 many logits are equal, and other rows may want to see more of a vocabulary than this one."""
+    row = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    row[0, :700] += 4
+    flat = torch.zeros(1, VOCAB)
+    for other in ({"top_p": 0.99}, {"top_k": 1500}):
+        for seed in range(100):
+            draws = [Draw(SamplingParams(temperature=1.0, **one), seed, 0) for one in (limit, other)]  # type: ignore[arg-type]
+            assert sample(torch.cat([row, flat]), draws)[0] == sample(row, draws[:1])[0]
+
+
+@pytest.mark.parametrize("vocab", [8200, 8207, 20_000])
+@pytest.mark.parametrize("top_k", [1, 40, 512, 600])
+def test_the_likeliest_of_a_large_vocabulary(vocab: int, top_k: int) -> None:
+    """The same limits as by hand; equals, of which bfloat16 has many, by their ids."""
+    logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(top_k)).bfloat16().float()
+    logits[1, -7:] = logits[1].max()
+    logits[2] = logits[2].sort().values
+    order = torch.argsort(logits, dim=-1, descending=True, stable=True)
+    params = SamplingParams(temperature=50.0, top_k=top_k)
+    for row in range(4):
+        drawn = sample(logits[row].expand(100, -1), [Draw(params, seed, 0) for seed in range(100)])
+        assert set(drawn) <= set(order[row, :top_k].tolist())
+        # One draw falls to the same token wherever the row is.
+        weights = torch.softmax(logits[row] / 50.0, -1)[order[row, :top_k]].double()
+        mass = weights.cumsum(0)
+        points = torch.from_numpy(uniforms(list(range(100)), [0] * 100)) * mass[-1]
+        assert drawn == order[row, torch.searchsorted(mass, points, right=True).clamp(max=top_k - 1)].tolist()
+
+
+def test_of_equals_the_first_tokens_are_the_likeliest() -> None:
+    for top_k in (1, 5, 512, 700):
+        draws = [Draw(SamplingParams(temperature=1.0, top_k=top_k), seed, 0) for seed in range(100)]
+        assert max(sample(torch.zeros(100, VOCAB), draws)) < top_k
+
+
 def test_greedy_takes_the_largest() -> None:
     assert sample(LOGITS, [Draw(SamplingParams(), 0, 0)] * 6) == LOGITS.argmax(dim=-1).tolist()
 

@@ -50,6 +50,23 @@ def test_priority_computes_the_better_class_first() -> None:
     assert firsts(made, requests) == ["a", "c", "b", "d"]
 
 
+@pytest.mark.parametrize("order", ["priority", "slack", "longest_prefix"])
+def test_a_fork_that_lost_its_blocks_comes_before_who_came_after_its_parent(order: Any) -> None:
+    made = world(order=order, ageing=5.0, preemption="recompute")
+    parent = made.add("a", prompt(1, 9), 12)
+    for _ in range(3):
+        made.step()
+    later = made.add("later", prompt(2, 9), 2)
+    for _ in range(3):
+        made.step()
+    fork = made.fork(parent, "a-fork", 12)
+    made.preempt(made.scheduler._books.running.index(fork))
+    assert fork.state is State.WAITING
+    assert fork.rank < later.rank
+    made.drain()
+    made.check_outputs()
+
+
 def test_slack_computes_first_what_must_start_first() -> None:
     made = world(running=1, order="slack")
     # The step model learns what prefill costs.
@@ -63,6 +80,30 @@ def test_slack_computes_first_what_must_start_first() -> None:
         made.add("long", prompt(4, 60), 1, ttft_target=15.0),  # 15 - 6 of prefill: before 10 - 0.8
     ]
     assert firsts(made, requests) == ["long", "soon", "late", "never"]
+
+
+@pytest.mark.parametrize(
+    ("old", "first"),
+    [
+        ({"tpot_target": 2.0}, "old"),  # its next token is due before the other's first
+        ({"ttft_target": 1.0, "tpot_target": 500.0}, "new"),  # its first one was due long ago, and is there
+        ({"ttft_target": 1.0}, "new"),
+        ({}, "new"),
+    ],
+)
+def test_slack_of_who_has_begun_is_that_of_its_next_token(old: dict[str, float], first: str) -> None:
+    made = world(running=1, order="slack", ageing=1000.0, preemption="recompute")
+    begun = made.add("old", prompt(1, 9), 12, **old)
+    while begun.num_output < 3:
+        made.step()
+    other = made.add("new", prompt(2, 9), 3, ttft_target=25.0)
+    made.preempt(0)
+    assert begun.state is State.WAITING
+    while not made.scheduler.num_running:
+        made.step()
+    assert (begun if first == "old" else other).state is State.RUNNING
+    made.drain()
+    made.check_outputs()
 
 
 def test_longest_prefix_computes_first_what_is_cached() -> None:
@@ -127,7 +168,7 @@ def test_a_class_is_no_reason_where_the_order_knows_none() -> None:
 
 @pytest.mark.parametrize(("victims", "expected"), [("fifo", "c-fork"), ("class", "b"), ("slack", "c"), ("cost", "d")])
 def test_who_gives_way(victims: Any, expected: str) -> None:
-    made = world(victims=victims, budget=64)
+    made = world(victims=victims, budget=64, running=5)
     first = made.add("a", prompt(1, 8), 30, priority=9, tpot_target=900.0)
     made.add("b", prompt(2, 14), 20, priority=8, tpot_target=1.5)
     made.add("c", prompt(3, 16), 9, tpot_target=100.0)
@@ -161,6 +202,40 @@ def test_chunks_leave_decodes_their_time() -> None:
         chunks.append(max(span.stop - span.start for span in plan.step.spans))
     assert max(costs) <= 4.0 * 1.05
     assert max(chunks) >= 25  # nor is time given away: 1 + 0.05 + 0.1 * 29 < 4
+    made.drain()
+    made.check_outputs()
+
+
+def guess(made: World, names: str, count: int) -> None:
+    """Right guesses for all of these."""
+    for name in names:
+        made.draft(made.live[name], continuation(made.live[name].tokens, count))
+
+
+def test_a_guess_takes_no_decodes_token() -> None:
+    made = world(hook=False, budget=5)
+    for at, name in enumerate("abc"):
+        made.add(name, prompt(at, 5), 12)
+    while min(request.num_output for request in made.live.values()) == 0:
+        made.step()
+    guess(made, "abc", 4)
+    plan = made.step()
+    assert sorted(span.stop - span.start for span in plan.step.spans) == [1, 1, 3]
+    made.drain()
+    made.check_outputs()
+
+
+def test_nobody_gives_way_to_a_guess() -> None:
+    """Of two blocks that are free, one is for the token that the other request is sure to get."""
+    made = world(hook=False, blocks=7, budget=32)
+    made.add("a", prompt(1, 9), 9)
+    made.add("b", prompt(2, 8), 9)
+    made.step()
+    assert (made.pool.free_blocks, len(made.live["b"].blocks.ids)) == (2, 2)
+    guess(made, "ab", 8)
+    plan = made.step()
+    assert [span.stop - span.start for span in plan.step.spans] == [7, 4]
+    assert made.scheduler.counters.preemptions == 0
     made.drain()
     made.check_outputs()
 

@@ -1,12 +1,16 @@
 """Several sequences of one prompt: shared blocks, randomness of their own, one request."""
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from tiny_model import tiny_model
 
+from kvtier import LLM, api
 from kvtier.engine import AsyncEngine, Engine, EngineOptions, RequestOutput, SamplingParams
 from kvtier.engine.models import LoadedModel
+from kvtier.engine.rules import SchedulingRules
 from kvtier.engine.sampler import derived_seed
 from kvtier.errors import RequestError
 
@@ -19,7 +23,7 @@ def loaded() -> LoadedModel:
     return tiny_model()
 
 
-def engine_of(loaded: LoadedModel, **options: int) -> Engine:
+def engine_of(loaded: LoadedModel, **options: Any) -> Engine:
     return Engine(loaded, EngineOptions(**{"block_size": 4, "num_blocks": 128} | options))
 
 
@@ -70,6 +74,32 @@ def test_the_prompt_is_computed_once(loaded: LoadedModel) -> None:
     finish(engine)
     # Each further sequence computes the prompt's last token again, for its own first draw.
     assert engine.stats().computed_tokens == 30 + 11 + 3 * 12
+
+
+def test_all_came_when_the_request_did(loaded: LoadedModel) -> None:
+    engine = engine_of(loaded)
+    engine.add("r", PROMPT, DRAWN)
+    metrics = [output.metrics for output in finish(engine).values()]
+    assert len({one.arrival for one in metrics}) == 1
+    assert all(one.ttft >= metrics[0].ttft > 0 for one in metrics)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_no_more_run_than_are_allowed_to(loaded: LoadedModel, pipelined: bool) -> None:
+    expected = engine_of(loaded, max_running=32)
+    engine = engine_of(loaded, max_running=3, scheduling=SchedulingRules(pipelined=pipelined))
+    outputs: list[dict[tuple[str, int], RequestOutput]] = [{}, {}]
+    for found, one in zip(outputs, (expected, engine), strict=True):
+        one.add("r", PROMPT, replace(DRAWN, n=8))
+        one.add("other", PROMPT[::-1], DRAWN)
+        while one.has_work:
+            found |= {(output.id, output.index): output for output in one.step()}
+            assert one.stats().running <= one.options.max_running
+    assert {key: output.token_ids for key, output in outputs[0].items()} == {
+        key: output.token_ids for key, output in outputs[1].items()
+    }
+    # Those that waited found the prompt's seven full blocks, and computed its last two tokens anew.
+    assert engine.stats().computed_tokens <= expected.stats().computed_tokens + 10
 
 
 def test_an_abort_ends_all_and_tells_what_each_had(loaded: LoadedModel) -> None:
@@ -137,6 +167,24 @@ def test_a_failed_step_ends_all_sequences(loaded: LoadedModel) -> None:
         loaded.model.fails = False  # type: ignore[attr-defined]
     assert not engine.has_work
     assert engine.stats().free_blocks == engine.stats().num_blocks
+
+
+def test_each_prompt_may_have_params_of_its_own(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_load", lambda config: loaded)
+    wanted = [replace(DRAWN, n=3), None, SamplingParams(beam_width=4, n=2, max_tokens=5)]
+    with LLM(tiering={"host": {"capacity": "1MiB"}}, num_blocks=128, block_size=4) as llm:
+        together = llm.generate([PROMPT, PROMPT[:9], PROMPT[::-1]], wanted)
+        alone = [
+            llm.generate([prompt], params)[0]
+            for prompt, params in zip([PROMPT, PROMPT[:9], PROMPT[::-1]], wanted, strict=True)
+        ]
+        for output, expected in zip(together, alone, strict=True):
+            assert [one.token_ids for one in output.sequences] == [one.token_ids for one in expected.sequences]
+        assert [len(output.sequences) for output in together] == [3, 1, 2]
+        for wrong in (wanted[:2], [DRAWN, DRAWN, "greedy"], "greedy", 5):
+            with pytest.raises(RequestError, match="params"):
+                llm.generate([PROMPT] * 3, wrong)  # type: ignore[arg-type]
+        assert not llm.engine.has_work
 
 
 @pytest.mark.parametrize("n", [0, -1, 257, 1.5])

@@ -1,8 +1,10 @@
 """Guessing tokens ahead: never another output, and only where it pays."""
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -161,11 +163,46 @@ def test_lookup_follows_a_growing_sequence() -> None:
     lookup.forget("nobody")
 
 
+def test_lookup_against_a_search_by_hand() -> None:
+    dice = Random(0)
+    found = 0
+    for number in range(300):
+        lookup, tokens = PromptLookup(), [dice.randrange(4) for _ in range(dice.randint(1, 12))]
+        asked = wish(tokens, 1, str(number))
+        for _ in range(20):
+            tokens = list(asked.request.tokens)
+            ends = [
+                end
+                for size in (4, 3, 2)
+                for end in reversed(range(size, len(tokens)))
+                if tokens[end - size : end] == tokens[-size:]
+            ]
+            assert lookup.propose([asked]) == [(tokens[ends[0]],) if ends else ()]
+            found += bool(ends)
+            asked.request.append([dice.randrange(4) for _ in range(dice.randint(1, 3))], 0.0)
+    assert found > 3000
+
+
+def test_lookup_holds_a_few_bytes_a_token() -> None:
+    asked = wish(list(range(50_000)), 1)
+    tracemalloc.start()
+    try:
+        lookup = PromptLookup()
+        lookup.propose([asked])
+        held, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 8 * 50_000
+    assert most < 16 * 50_000
+
+
 def test_a_text_that_repeats_is_lookups_own_ground(loaded: LoadedModel) -> None:
-    params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias={})
+    params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias={42: 100.0})
     plain = run(engine_of(loaded), params, [CIRCLE])
     engine = engine_of(loaded, PromptLookup())
     assert run(engine, params, [CIRCLE])["0"].token_ids == plain["0"].token_ids
+    assert engine.stats().accepted_tokens == engine.stats().draft_tokens > 40
+    assert engine.stats().steps < 20
 
 
 # ---- draft model
@@ -185,6 +222,21 @@ def test_a_draft_model_that_agrees_is_always_right(loaded: LoadedModel) -> None:
             name: output.token_ids for name, output in plain.items()
         }
         assert engine.stats().accepted_tokens == engine.stats().draft_tokens > 50
+
+
+@pytest.mark.parametrize("windows", [(None, 6), (6, 6), ()])
+def test_sequences_fork_from_a_prompt_whose_last_token_is_a_step_of_its_own(windows: tuple[int | None, ...]) -> None:
+    """With guesses that are right, the first sequence would leave behind what the others attend to."""
+    model = tiny_model(windows)
+    params, prompt = SamplingParams(max_tokens=12, ignore_eos=True, n=3), PROMPTS[4][:16]
+    for proposer in (None, draft_of(model)):
+        engine = engine_of(model, proposer, token_budget=5)
+        engine.add("r", prompt, params)
+        outputs = {}
+        while engine.has_work:
+            outputs |= {output.index: output.token_ids for output in engine.step()}
+        assert len(set(outputs.values())) == 1
+    assert engine.stats().accepted_tokens > 0
 
 
 def test_a_draft_model_that_errs_costs_nothing_but_time(loaded: LoadedModel) -> None:
@@ -210,6 +262,33 @@ def test_a_draft_model_without_room_makes_no_guesses(loaded: LoadedModel) -> Non
     engine = engine_of(loaded, draft_of(loaded, memory_bytes=3 * block))
     run(engine, GREEDY, [PROMPTS[3]])
     assert engine.stats().draft_tokens == 0
+
+
+def test_a_draft_model_of_nonsense_costs_one_request_its_guesses(loaded: LoadedModel) -> None:
+    """Its logits are no numbers wherever a certain token is read; the large one's are."""
+    other = TinyModel(loaded.config)
+    other.embedding[PROMPTS[2][0]] = float("nan")
+    plain = run(engine_of(loaded), GREEDY)
+    engine = engine_of(loaded, DraftModel(other, 1 << 20, 4, 64))
+    for name, output in run(engine, GREEDY).items():
+        assert output.token_ids == plain[name].token_ids
+        assert (output.metrics.draft_tokens == 0) == (PROMPTS[2][0] in (PROMPTS[int(name)] + list(output.token_ids)))
+    assert engine.stats().draft_errors > 0
+
+
+def test_a_proposer_that_raises_costs_guesses_alone(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(PromptLookup):
+        def propose(self, wishes: Sequence[Wish]) -> list[tuple[int, ...]]:
+            raise RuntimeError("out of memory")
+
+    plain = run(engine_of(loaded), GREEDY)
+    engine = engine_of(loaded, Broken())
+    assert {name: output.token_ids for name, output in run(engine, GREEDY).items()} == {
+        name: output.token_ids for name, output in plain.items()
+    }
+    # Everybody's together, then each one's, and then no more for 64 steps.
+    assert len(PROMPTS) < engine.stats().draft_errors <= 2 * len(PROMPTS)
+    assert 0 < len(caplog.records) < engine.stats().draft_errors
 
 
 def test_another_vocabulary_is_refused() -> None:

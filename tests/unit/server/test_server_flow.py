@@ -207,6 +207,8 @@ def test_cached_tokens_are_told_with_their_source(server):
     details = warm["usage"]["prompt_tokens_details"]
     assert details == {"cached_tokens": 28, "device_tokens": 28, "loaded_tokens": 0}
     assert warm["choices"] == cold["choices"]
+    beams = server.post("/v1/completions", prompt=prompt, max_tokens=4, beam_width=3, n=2).json()
+    assert beams["usage"]["prompt_tokens_details"] == details
 
 
 def test_what_left_the_device_is_loaded_and_told(fresh):

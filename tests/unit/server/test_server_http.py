@@ -239,7 +239,7 @@ def test_every_figure_of_the_engine_is_told(server):
         "computed_tokens",
         "draft_tokens",
     }
-    counters |= {"accepted_tokens", "hook_errors"}
+    counters |= {"accepted_tokens", "draft_errors", "hook_errors"}
     renamed = {
         "accepted_tokens": "accepted_draft_tokens",
         "num_blocks": "device_blocks",

@@ -59,6 +59,11 @@ def test_null_is_as_good_as_nothing():
     assert chat(**dict.fromkeys(names)) == chat()
 
 
+@pytest.mark.parametrize(("said", "meant"), [(-1, 2**64 - 1), (-(2**63), 2**63), (0, 0), (2**64 - 1, 2**64 - 1)])
+def test_seeds_may_be_negative(said, meant):
+    assert completion(seed=said).seed == chat(seed=said).seed == meant
+
+
 def test_a_beam_search_draws_nothing():
     assert completion(beam_width=3, n=2, length_penalty=0.5) == SamplingParams(
         max_tokens=16, beam_width=3, n=2, length_penalty=0.5
@@ -81,7 +86,6 @@ def test_what_costs_more_than_it_shows():
         (completion, {"top_p": 0}, "top_p"),
         (completion, {"temperature": -1}, "temperature"),
         (completion, {"temperature": float("nan")}, "temperature"),
-        (completion, {"seed": -1}, "seed"),
         (completion, {"max_tokens": 0}, "max_tokens"),
         (completion, {"best_of": 1, "n": 2}, "best_of"),
         (completion, {"best_of": 2, "stream": True}, "best_of"),
@@ -123,6 +127,7 @@ def test_a_refusal_names_its_parameter(make, body, param):
         ({"prompt": [1.0]}, "prompt", "expected a text"),
         ({"max_tokens": "5"}, "max_tokens", "valid integer"),
         ({"max_tokens": True}, "max_tokens", "valid integer"),
+        ({"seed": 2**64}, "seed", "less than or equal to 18446744073709551615"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 129}, "n", "less than or equal to 128"),
         ({"logprobs": 21}, "logprobs", "20"),
