@@ -1,6 +1,6 @@
 """Prompt lookup against plain decoding: where it pays, and where it must cost nothing.
 
-    python benchmarks/speculative.py [--quick] [--json PATH]
+    python benchmarks/speculative.py [--quick] [--only NAME[,NAME]] [--json PATH]
 
 `repeating`   a passage and its first third again, greedy: the model goes on copying
 `prose`       a passage and the beginning of something else, greedy: a small model's prose comes to repeat itself
@@ -50,6 +50,9 @@ def prose(model: LoadedModel, count: int) -> list[list[int]]:
     return [passage[:120] + beginning for passage in passages(model, count)]
 
 
+KINDS = {"repeating": (repeating, 0.0), "prose": (prose, 0.0), "elsewhere": (prose, 1.0)}
+
+
 def run(
     model: LoadedModel, prompts: Sequence[list[int]], params: SamplingParams, *, guesses: bool
 ) -> tuple[float, list[tuple[int, ...]], float]:
@@ -71,7 +74,7 @@ def run(
 
 
 def compare(
-    report: Report, model: LoadedModel, name: str, prompts: Sequence[list[int]], pairs: int, temperature: float = 0.0
+    report: Report, model: LoadedModel, name: str, prompts: Sequence[list[int]], pairs: int, temperature: float
 ) -> None:
     sampling = SamplingParams(max_tokens=96, ignore_eos=True, temperature=temperature, seed=1)
     run(model, prompts[:1], sampling, guesses=True)
@@ -99,14 +102,16 @@ def compare(
 
 
 def main() -> None:
-    args = arguments(__doc__ or "").parse_args()
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", default=",".join(KINDS), help="kinds of text, all by default")
+    args = parser.parse_args()
     torch.set_num_threads(2)
     model = load_model(fetch_default_model(cache_dir(), lambda *_: None), torch.bfloat16)
     report = Report(args.json)
     pairs, count = (6, 1) if args.quick else (20, 2)
-    compare(report, model, "engine.speculative.repeating", repeating(model, count), pairs)
-    compare(report, model, "engine.speculative.prose", prose(model, count), pairs)
-    compare(report, model, "engine.speculative.elsewhere", prose(model, count), pairs, temperature=1.0)
+    for name in args.only.split(","):
+        prompts, temperature = KINDS[name]
+        compare(report, model, f"engine.speculative.{name}", prompts(model, count), pairs, temperature)
     report.write()
 
 
