@@ -85,7 +85,8 @@ class Launch:
             return
         tensors = [value for value in self.arguments.values() if isinstance(value, Tensor)]
         # Triton takes the thread's current device, whatever the tensors are on; one of them may be pinned host memory.
-        with torch.cuda.device_of(next((tensor for tensor in tensors if tensor.is_cuda), tensors[0])):
+        on_device = next((tensor for tensor in tensors if tensor.is_cuda), tensors[0])
+        with torch.cuda.device_of(on_device):  # type: ignore[no-untyped-call]
             self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
 
