@@ -78,7 +78,7 @@ def test_in_the_owners_process_its_own_mapping_serves() -> None:
     mappings = shared_mappings()
     for share in (*tier.regions(), *staging.regions()):
         assert share.memory is not None
-        view = AttachedRegion(*share[1:]).view(Span(share.region, 4096, 64))
+        view = AttachedRegion(share.fd, share.nbytes, share.writable, share.memory).view(Span(share.region, 4096, 64))
         assert np.frombuffer(view, np.uint8).ctypes.data == np.frombuffer(share.memory, np.uint8).ctypes.data + 4096
         assert view.readonly == (not share.writable)
     assert shared_mappings() == mappings
