@@ -6,28 +6,58 @@
 
 Names: checks, copy_checks, identical, kernels, copies, overlap, graphs. Needs torch, numpy and, for kernels, Triton;
 uses CuPy where it is installed. What is not there is left out and said so. Ends with 1 if a check failed.
+
+Each runs in a process of its own: an access to memory that is not there leaves a process without a device, and what
+hangs would take the others' time.
 """
 
 import argparse
+import multiprocessing
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from gpu_copies import check_copies, device_copy_rate, every_streams, measure_copies, measure_overlap
+from gpu_copies import check_copies, every_streams, measure_copies, measure_overlap
 from harness import Report, Result, arguments
 
 from kvtier.gpu import kernels
 from kvtier.gpu.streams import make_streams
 
 LIMIT_SECONDS = 480
+# The longest of all work that says nothing compiles, or is done on a CPU for comparison.
+SILENT_SECONDS = 150
+
+
+class Failure(NamedTuple):
+    """What failed, and why no figure says so."""
+
+    name: str
+    why: str | None = None
+
+
+class Told(Report):
+    """A report that another process keeps."""
+
+    def __init__(self, line: Connection) -> None:
+        super().__init__(None)
+        self._line = line
+
+    def add(self, result: Result) -> None:
+        """See `Report.add`."""
+        self._line.send(result)
+
+    def fail(self, name: str, error: Exception | None = None) -> None:
+        """Something failed."""
+        self._line.send(Failure(name, None if error is None else _short(error)))
 
 
 class Run:
-    """One run on a device.
+    """The sections, on a device.
 
     Args:
         report: takes the figures.
@@ -35,10 +65,8 @@ class Run:
         quick: smaller workloads.
     """
 
-    def __init__(self, report: Report, device: torch.device, *, quick: bool) -> None:
+    def __init__(self, report: Told, device: torch.device, *, quick: bool) -> None:
         self.report, self.device, self.quick = report, device, quick
-        self.failed: list[str] = []
-        self.skipped: dict[str, str] = {}
 
     def check(self, name: str, work: Callable[[], tuple[float, float]]) -> None:
         """One check: its error, and what that may be."""
@@ -47,9 +75,9 @@ class Run:
             params = {"tolerance": tolerance, "passed": error <= tolerance}
         except Exception as failure:  # noqa: BLE001 - the next check may pass
             traceback.print_exc()
-            error, params = float("inf"), {"passed": False, "error": f"{type(failure).__name__}: {failure}"[:300]}
+            error, params = float("inf"), {"passed": False, "error": _short(failure)}
         if not params["passed"]:
-            self.failed.append(name)
+            self.report.fail(name)
         self.report.add(Result(f"gpu.check.{name}", min(1e30, error), "error", params))
 
     def checks(self) -> None:
@@ -76,12 +104,12 @@ class Run:
     def identical(self) -> None:
         """A small decoder's tokens on this device and on the CPU."""
         if not import_module("gpu_engine").check_identical(self.report, self.device):
-            self.failed.append("engine.identical")
+            self.report.fail("engine.identical")
 
     def kernels(self) -> None:
         """Decodes beside the device's own copy, what multiplies beside its matrix rate, the rest beside torch."""
         cases = import_module("kvtier.gpu.kernels.cases")
-        copy_rate, matrix_rate = device_copy_rate(self.device), matrix_flops(self.device)
+        copy_rate, matrix_rate = copied_bytes(self.device), matrix_flops(self.device)
         sizes = cases.Sizes(batch=16) if self.quick else cases.Sizes()
         for measure in cases.measures(sizes):
             try:
@@ -90,8 +118,7 @@ class Run:
                 peer = None if work.peer is None else cases.seconds(work.peer, self.device)
             except Exception as failure:  # noqa: BLE001 - the next measurement may work
                 traceback.print_exc()
-                self.failed.append(measure.name)
-                self.skipped[f"gpu.{measure.name}"] = f"{type(failure).__name__}: {failure}"[:300]
+                self.report.fail(f"gpu.{measure.name}", failure)
                 continue
             self.report.add(_figure(measure, work, seconds, peer, copy_rate, matrix_rate))
             del work
@@ -134,6 +161,14 @@ def _figure(
     return Result(name, rate / 1e9, "GB/s", params, "copy inside the device", copy_rate / 1e9, rate / copy_rate)
 
 
+def copied_bytes(device: torch.device) -> float:
+    """Bytes a second that a copy inside of the device reads and writes."""
+    cases = import_module("kvtier.gpu.kernels.cases")
+    source = torch.empty(2 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / float(cases.seconds(lambda: target.copy_(source), device))
+
+
 def matrix_flops(device: torch.device) -> float:
     """Operations a second of a large bfloat16 product."""
     cases = import_module("kvtier.gpu.kernels.cases")
@@ -158,25 +193,75 @@ def run(report: Report, names: Sequence[str], limit: float, *, quick: bool) -> i
     """All sections in order; how many checks failed."""
     device, began = torch.device("cuda", torch.cuda.current_device()), monotonic()
     describe(report, device)
-    state = Run(report, device, quick=quick)
+    failed: list[str] = []
+    skipped: dict[str, str] = {}
     for name in names:
         if name in _NEED_TRITON and not kernels.available():
-            state.skipped[name] = "Triton is not installed"
+            skipped[name] = "Triton is not installed"
         elif monotonic() - began > limit:
-            state.skipped[name] = f"the limit of {limit:.0f} s was over"
+            skipped[name] = f"the limit of {limit:.0f} s was over"
         else:
             print(f"--- {name}, {monotonic() - began:.0f} s after the start", flush=True)
-            try:
-                getattr(state, name)()
-            except Exception as failure:  # noqa: BLE001 - the next section may work
-                traceback.print_exc()
-                state.failed.append(name)
-                state.skipped[name] = f"{type(failure).__name__}: {failure}"[:300]
+            for failure in apart(report, section, name, device, quick):
+                failed.append(failure.name)
+                if failure.why is not None:
+                    skipped[failure.name] = failure.why
         report.write()
-    params = {"failed": state.failed, "skipped": state.skipped, "seconds": round(monotonic() - began)}
-    report.add(Result("gpu.failed", len(state.failed), "checks", params))
+    params = {"failed": failed, "skipped": skipped, "seconds": round(monotonic() - began)}
+    report.add(Result("gpu.failed", len(failed), "checks", params))
     report.write()
-    return len(state.failed)
+    return len(failed)
+
+
+def section(line: Connection, name: str, device: torch.device, quick: bool) -> None:  # noqa: FBT001
+    """One section; tells figures and failures."""
+    report = Told(line)
+    try:
+        getattr(Run(report, device, quick=quick), name)()
+    except Exception as failure:  # noqa: BLE001 - it is told
+        traceback.print_exc()
+        report.fail(name, failure)
+
+
+def apart(
+    report: Report, work: Callable[..., None], name: str, *arguments: object, silent: float = SILENT_SECONDS
+) -> list[Failure]:
+    """`work(line, name, *arguments)` in a process of its own; what failed.
+
+    Args:
+        report: takes its figures as they come.
+        work: tells figures and failures over the line.
+        name: what fails where the process does.
+        arguments: of the work.
+        silent: seconds without a word after which it is given up.
+    """
+    context = multiprocessing.get_context("spawn")
+    heard, line = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(line, name, *arguments))
+    process.start()
+    line.close()
+    failures: list[Failure] = []
+    try:
+        while heard.poll(silent):
+            told = heard.recv()
+            if isinstance(told, Failure):
+                failures.append(told)
+            else:
+                report.add(told)
+        failures.append(Failure(name, f"said nothing for {silent:.0f} s and was ended"))
+    except EOFError:
+        process.join(silent)
+        if process.exitcode != 0:
+            failures.append(Failure(name, f"its process ended with {process.exitcode}"))
+    finally:
+        process.kill()
+        process.join()
+        heard.close()
+    return failures
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 def sections(text: str) -> list[str]:

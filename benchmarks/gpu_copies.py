@@ -17,7 +17,7 @@ from kvtier.gpu.streams.cupy_streams import CupyStreams
 from kvtier.gpu.streams.launch import Way
 from kvtier.gpu.streams.torch_streams import TorchStreams
 
-__all__ = ["check_copies", "device_copy_rate", "every_streams", "measure_copies", "measure_overlap"]
+__all__ = ["check_copies", "every_streams", "measure_copies", "measure_overlap"]
 
 _MIB = 1 << 20
 _MOST_BLOCKS = 4096
@@ -134,13 +134,6 @@ def _wall(run: Callable[[], object], device: torch.device) -> float:
 def _median(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     run()
     return statistics.median(_wall(run, device) for _ in range(repeats))
-
-
-def device_copy_rate(device: torch.device, repeats: int = 10) -> float:
-    """Bytes a second that a copy inside of the device reads and writes."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / _median(lambda: target.copy_(source), device, repeats)
 
 
 def measure_copies(report: Report, device: torch.device, *, quick: bool) -> None:

@@ -83,7 +83,10 @@ class _Stack:
             recompute_gate=tiering.recompute_gate,
             copies="inclusive" if tiering.host is None else tiering.host.copies,
         )
-        return Engine(self.model, options, (self.connection.scheduler, self.connection.worker), proposer)
+        engine = Engine(self.model, options, (self.connection.scheduler, self.connection.worker), proposer)
+        if unpinned := self.connection.worker.unpinned_regions:
+            self.store.metrics.fallbacks.labels(self.store.host.name, "pinning").inc(unpinned)
+        return engine
 
     def _publish(self, layout: Layout, settings: EventsSettings) -> "Publisher | None":
         """Say what is in which tier, if somebody is to hear it."""

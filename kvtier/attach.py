@@ -1,4 +1,4 @@
-"""Regions in another process: sent over a Unix socket, mapped by span.
+"""Regions in another process, or in their owner's: sent over a Unix socket, mapped, seen by span.
 
 message   uint32le count, then per region uint64le id, uint64le bytes, uint8 writable; the descriptors travel
           beside it (SCM_RIGHTS) in the same order
@@ -69,18 +69,26 @@ class SharedMapping:
 
 
 class AttachedRegion:
-    """A region of another process, mapped here. Views keep the mapping alive.
+    """A region of another process, mapped here, or one of this process. Views keep the mapping alive.
+
+    In the owner's process its own mapping serves: not every CUDA driver pins memory that is mapped read-only.
 
     Args:
         fd: the received descriptor; the caller may close it afterwards.
         nbytes: size of the region.
         writable: map for writing. The kernel refuses that for regions whose owner shares them for reading.
+        memory: the owner's mapping, where this is its process; None: map the descriptor.
 
     Raises:
         TierUnavailable: the descriptor cannot be mapped like that.
     """
 
-    def __init__(self, fd: int, nbytes: int, writable: bool) -> None:  # noqa: FBT001
+    def __init__(self, fd: int, nbytes: int, writable: bool, memory: memoryview | None = None) -> None:  # noqa: FBT001
+        self.nbytes = nbytes
+        self.writable = writable
+        if memory is not None:
+            self._array = np.frombuffer(memory if writable else memory.toreadonly(), np.uint8)
+            return
         try:
             actual = os.fstat(fd).st_size
             if not 0 < nbytes <= actual:
@@ -88,8 +96,6 @@ class AttachedRegion:
             self._array = SharedMapping(fd, nbytes, writable=writable).array
         except OSError as error:
             raise TierUnavailable(f"cannot map a region of {nbytes} bytes (writable={writable}): {error}") from error
-        self.nbytes = nbytes
-        self.writable = writable
 
     def view(self, span: Span) -> memoryview:
         """The span's bytes: writable only in a writable region.

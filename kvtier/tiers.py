@@ -119,12 +119,16 @@ class TierCaps:
 
 
 class RegionShare(NamedTuple):
-    """What another process needs to map a memory region; `fd` stays its owner's."""
+    """What another process needs to map a memory region; `fd` stays its owner's.
+
+    memory: the owner's mapping, for whoever is in its process; it is not sent.
+    """
 
     region: int
     fd: int
     nbytes: int
     writable: bool
+    memory: memoryview | None = None
 
 
 class Handle:

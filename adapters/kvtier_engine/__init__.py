@@ -118,7 +118,9 @@ def connect(
     staging = _staging(layout, token_budget)
     try:
         shares = [*store.host.regions(), *(share for region in staging for share in region.regions())]
-        regions = {share.region: AttachedRegion(share.fd, share.nbytes, share.writable) for share in shares}
+        regions = {
+            share.region: AttachedRegion(share.fd, share.nbytes, share.writable, share.memory) for share in shares
+        }
     except BaseException:
         for region in staging:
             region.close()

@@ -68,8 +68,8 @@ class EngineSettings(Section):
     kv_format: Literal["raw", "int8", "int8r", "fp8", "int4r"] = Field(
         default="raw",
         description="How device memory keeps KV; raw: in dtype; others: coded, 2 to 4 times the blocks in the same "
-        "memory, outputs differ, and other tiers keep the coded blocks apart from all others; full attention over K "
-        "and V only",
+        "memory, outputs differ, and other tiers keep the coded blocks apart from all others; not for "
+        "latents (MLA)",
     )
     max_running: Count = Field(default=16, description="Requests computed in one step, at most")
     token_budget: Count = Field(

@@ -116,12 +116,12 @@ class MemoryRegion:
         return Span(self.id, offset, nbytes)
 
     def share(self) -> RegionShare:
-        """What `kvtier.cpu.send_regions` sends."""
+        """What `kvtier.cpu.send_regions` sends, and what is used in this process."""
         if not self._sealed:
             seals = fcntl.F_SEAL_SEAL if self.writable else fcntl.F_SEAL_SEAL | _SEAL_FUTURE_WRITE
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
             self._sealed = True
-        return RegionShare(self.id, self._fd, self.nbytes, self.writable)
+        return RegionShare(self.id, self._fd, self.nbytes, self.writable, self._memory)
 
     def close(self) -> None:
         """Unpin, and let go of the descriptor. Idempotent; the memory goes with its last view."""

@@ -5,6 +5,8 @@ shapes and addresses are fixed, hence buckets:
 
     batch      8 rows hold 5 sequences, three rows are padding: they read one token and write nowhere
     context    tables for 4096 tokens hold sequences of up to that, and decide how far each is split over programs
+
+All graphs leave their logits in one place: of a large vocabulary, those of a hundred rows take as much as many blocks.
 """
 
 import logging
@@ -160,6 +162,7 @@ class DecodeGraphs:
         self._batches = list(batches)
         self._contexts = _contexts(block_size, max_tokens)
         self._graphs: dict[tuple[int, int], _Graph | None] = {}
+        self._logits: Tensor | None = None
 
     def run(self, spans: Sequence[AttentionSpan], tokens: Sequence[int] | NDArray[np.int64]) -> Tensor | None:
         """Replay a step of one new token per sequence.
@@ -202,7 +205,7 @@ class DecodeGraphs:
         buffers.fill(spans, tokens, self._block_size)
         self._graphs[size] = None
         try:
-            self._graphs[size] = _Graph(buffers, self._capture(lambda: self._step(buffers, longest)))
+            self._graphs[size] = _Graph(buffers, self._capture(lambda: self._kept(self._step(buffers, longest))))
         except RuntimeError:
             self.failures += 1
             _log.warning(
@@ -211,6 +214,11 @@ class DecodeGraphs:
                 exc_info=True,
             )
         return self._graphs[size]
+
+    def _kept(self, logits: Tensor) -> Tensor:
+        if self._logits is None:
+            self._logits = logits.new_empty((self._batches[-1], logits.shape[1]))
+        return self._logits[: len(logits)].copy_(logits)
 
 
 def _contexts(block_size: int, max_tokens: int) -> list[int]:

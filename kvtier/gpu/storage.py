@@ -208,19 +208,20 @@ class MixedDevicePool(DevicePool):
         layout: two layer groups, the first without a window, the second with one.
         size: of both.
         device: where the memory lies.
+        kv_format: see `GroupMemory`.
 
     Raises:
         CapacityError: no room for one block, less windowed ones than a sequence takes, or the device has less memory
             than that.
-        FormatMismatch: another layout.
+        FormatMismatch: another layout, or one that cannot be coded so.
     """
 
-    def __init__(self, layout: Layout, size: "PoolSize", device: torch.device | str) -> None:
+    def __init__(self, layout: Layout, size: "PoolSize", device: torch.device | str, kv_format: str = RAW) -> None:
         group, windowed = _mixed_groups(layout)
         block_size, window = layout.block_size, windowed.window or 0
-        super().__init__(Layout(block_size, (group,)), size.blocks, device)
+        super().__init__(Layout(block_size, (group,)), size.blocks, device, kv_format)
         self.blocks: MixedBlockPool = MixedBlockPool(size.blocks, size.windowed, block_size, window)
-        self.windowed: GroupMemory = GroupMemory(windowed, block_size, size.windowed, device)
+        self.windowed: GroupMemory = GroupMemory(windowed, block_size, size.windowed, device, kv_format)
 
     @property
     def memories(self) -> tuple[GroupMemory, ...]:
@@ -286,10 +287,10 @@ def windowed_blocks(layout: Layout, running: int, new_tokens: int) -> int:
 
 
 def make_pool(layout: Layout, size: PoolSize, device: torch.device | str, kv_format: str = RAW) -> DevicePool:
-    """The pool that a layout calls for. Raises what its constructor does, and FormatMismatch for a mixed coded one."""
-    if len(layout.groups) == 1 or kv_format != RAW:
+    """The pool that a layout calls for. Raises what its constructor does."""
+    if len(layout.groups) == 1:
         return DevicePool(layout, size.blocks, device, kv_format)
-    return MixedDevicePool(layout, size, device)
+    return MixedDevicePool(layout, size, device, kv_format)
 
 
 def stored_layout(layout: Layout, kv_format: str) -> Layout:

@@ -18,7 +18,7 @@ from kvtier.gpu.graphs import DecodeBuffers
 from kvtier.gpu.kernels.batch import DecodeBatch, PrefillBatch
 from kvtier.gpu.kernels.latent_decode import latent_decode
 from kvtier.gpu.kernels.paged_decode import paged_decode
-from kvtier.gpu.kernels.paged_prefill import paged_prefill
+from kvtier.gpu.kernels.paged_prefill import most_rows, paged_prefill
 from kvtier.gpu.kernels.write_kv import write_kv, write_latent
 from kvtier.gpu.latent import LatentAttention
 from kvtier.gpu.paged import PagedAttention
@@ -47,7 +47,8 @@ class TritonAttention(PagedAttention):
         super().__init__(pool, num_heads, windows)
         self._scale = pool.group.head_dim**-0.5
         self._layers = [pool.layer(at) for at in range(len(pool.group.layers))]
-        self._step = _plan((), self._geometry, self._queries_per_head)
+        self._tiles = (self._queries_per_head, most_rows(self._layers[0], self._dtype))
+        self._step = _plan((), self._geometry, self._tiles)
 
     def plan(self, spans: Sequence[AttentionSpan]) -> None:
         """Prepare a step. The flat batch has the spans' new tokens, one span after the other.
@@ -55,7 +56,7 @@ class TritonAttention(PagedAttention):
         Raises:
             CapacityError: a span without new tokens, or whose blocks do not hold them, or are not of the pool.
         """
-        step = _plan(spans, self._geometry, self._queries_per_head)
+        step = _plan(spans, self._geometry, self._tiles)
         self._use(make_plan(spans, self._geometry, self._tuning, self._dtype, elsewhere=_WHOLE), spans)
         self._step = step
 
@@ -139,8 +140,11 @@ def _decode_step(buffers: DecodeBuffers, longest: int) -> _Step:
     return _Step(buffers.slots, DecodeBatch(rows, buffers.tables, buffers.lengths, longest), None)
 
 
-def _plan(spans: Sequence[AttentionSpan], geometry: Geometry, queries_per_head: int | None) -> _Step:
-    """Lay out a step; without `queries_per_head`, its decodes only. Raises CapacityError as `attention_rows` does."""
+def _plan(spans: Sequence[AttentionSpan], geometry: Geometry, tiles: tuple[int, int] | None) -> _Step:
+    """Lay out a step. Raises CapacityError as `attention_rows` does.
+
+    tiles: query heads per KV head and rows of a prefill's tiles; None: decodes only.
+    """
     device = geometry.device
     # No context is cut: this is for the checks and the slots.
     slots = torch.from_numpy(attention_rows(spans, geometry, 1, _WHOLE).slots).to(device)
@@ -151,7 +155,7 @@ def _plan(spans: Sequence[AttentionSpan], geometry: Geometry, queries_per_head: 
     decodes = prefills = None
     if lone:
         decodes = DecodeBatch.make([spans[at] for at in lone], [rows[at] for at in lone], device)
-    if several and queries_per_head is not None:
+    if several and tiles is not None:
         chosen, first = [spans[at] for at in several], [rows[at] for at in several]
-        prefills = PrefillBatch.make(chosen, first, queries_per_head, device)
+        prefills = PrefillBatch.make(chosen, first, tiles[0], device, tiles[1])
     return _Step(slots, decodes, prefills)

@@ -23,7 +23,8 @@ from kvtier.native.rows import Codec
 CODED = ["int8", "int8r", "fp8", "int4r"]
 PAST = [(0, 40), (0, 7), (0, 20)]
 MIXED = [(40, 41), (7, 8), (20, 25)]
-CONFIG = SimpleNamespace(heads=6, windows=(), softmax_scale=32**-0.5)
+WINDOWS = (None, 12)
+CONFIG = SimpleNamespace(heads=6, windows=WINDOWS, softmax_scale=32**-0.5)
 
 
 @pytest.mark.parametrize("shape", HARD)
@@ -52,7 +53,9 @@ def stepped(make, coding, dtype=torch.float32):
         for layer in (0, 1):
             q, k, v = draw(tokens, 10, 32, seed=9 * number + layer, dtype=dtype).split([6, 2, 2], 1)
             out = attention(layer, q, k, v)
-            expected = reference.attention(q, pool.layer(layer), spans, scale=CONFIG.softmax_scale)
+            expected = reference.attention(
+                q, pool.layer(layer), spans, scale=CONFIG.softmax_scale, window=WINDOWS[layer]
+            )
             outputs.append((out, expected))
     return pool, outputs
 

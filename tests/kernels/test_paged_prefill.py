@@ -5,19 +5,19 @@ import torch
 from kernel_world import CPU, SHAPES, coded_kv, draw, raw_kv, spans_of
 
 from kvtier.errors import CapacityError, FormatMismatch
-from kvtier.gpu.kernels.batch import PrefillBatch
-from kvtier.gpu.kernels.paged_prefill import paged_prefill
+from kvtier.gpu.kernels.batch import MOST_ROWS, PrefillBatch, tile_shape
+from kvtier.gpu.kernels.paged_prefill import most_rows, paged_prefill
 from kvtier.gpu.kernels.quantized_pool import CODINGS
 from kvtier.gpu.kernels.reference import attention
 
 
-def prefill(spans, kv, group, dtype=torch.float32, *, window=None):
+def prefill(spans, kv, group, dtype=torch.float32, *, window=None, most=MOST_ROWS):
     counts = [span.stop - span.start for span in spans]
     q = draw(sum(counts), group * kv.key.heads, kv.key.width, seed=7, dtype=dtype)
     out = torch.full_like(q, float("nan"))
     scale = kv.key.width**-0.5
     rows = [sum(counts[:at]) for at in range(len(counts))]
-    paged_prefill(q, kv, PrefillBatch.make(spans, rows, group, CPU), out, scale=scale, window=window)
+    paged_prefill(q, kv, PrefillBatch.make(spans, rows, group, CPU, most), out, scale=scale, window=window)
     return out.double(), attention(q, kv, spans, scale=scale, window=window)
 
 
@@ -93,6 +93,22 @@ def test_other_rows_of_the_flat_batch_are_left_alone():
     paged_prefill(q, kv, PrefillBatch.make(spans, [2], 2, CPU), out, scale=0.2)
     check(out[2:7].double(), attention(q[2:7], kv, spans, scale=0.2))
     assert not out[[0, 1, 7]].any()
+
+
+@pytest.mark.parametrize(("group", "most", "rows"), [(3, 16, 16), (20, 16, 32), (2, 64, 64), (1, 128, 64)])
+def test_tiles_of_fewer_rows(group, most, rows):
+    assert tile_shape(43, group, most) == (rows, rows // group)
+    spans = spans_of([(5, 48), (0, 3)], 16, 32)
+    check(*prefill(spans, raw_kv(spans, head_dim=32), group, most=most))
+
+
+def test_wide_tiles_have_as_many_rows_as_registers_hold():
+    spans = spans_of([(0, 3)], 16, 32)
+    wide, narrow = (raw_kv(spans, head_dim=width) for width in (192, 128))
+    codes = {coding: coded_kv(spans, coding, head_dim=256) for coding in ("int8", "int4r", "k8v4")}
+    assert [most_rows(kv, torch.float32) for kv in (wide, narrow)] == [32, 128]
+    assert most_rows(wide, torch.bfloat16) == 128
+    assert [most_rows(kv, torch.bfloat16) for kv in codes.values()] == [128, 64, 64]
 
 
 def test_refuses_what_does_not_fit_a_tile():

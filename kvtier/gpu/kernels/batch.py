@@ -17,9 +17,11 @@ from torch import Tensor
 from kvtier.errors import CapacityError
 from kvtier.gpu.batches import AttentionSpan
 
-__all__ = ["DecodeBatch", "PrefillBatch", "tile_shape"]
+__all__ = ["MOST_ROWS", "DecodeBatch", "PrefillBatch", "tile_shape"]
 
-_MAX_TILE_ROWS = 128
+MOST_ROWS = 128
+"""Query rows of a tile."""
+
 _TABLE_STEP = 16
 
 
@@ -74,16 +76,20 @@ class PrefillBatch(NamedTuple):
 
     @classmethod
     def make(
-        cls, spans: Sequence[AttentionSpan], rows: Sequence[int], queries_per_head: int, device: torch.device
+        cls,
+        spans: Sequence[AttentionSpan],
+        rows: Sequence[int],
+        queries_per_head: int,
+        device: torch.device,
+        most_rows: int = MOST_ROWS,
     ) -> Self:
-        """Plan spans for a model with so many query heads per KV head.
+        """Plan spans for a model with so many query heads per KV head, in tiles of at most so many rows.
 
         Raises:
-            CapacityError: more query heads per KV head than a tile has rows.
+            CapacityError: more query heads per KV head than a tile may ever have rows.
         """
-        tile_rows, tile_tokens = tile_shape(
-            max((span.stop - span.start for span in spans), default=1), queries_per_head
-        )
+        longest = max((span.stop - span.start for span in spans), default=1)
+        tile_rows, tile_tokens = tile_shape(longest, queries_per_head, most_rows)
         tiles = [
             (at, first, span.start + min(first + tile_tokens, span.stop - span.start))
             for at, span in enumerate(spans)
@@ -103,16 +109,18 @@ class PrefillBatch(NamedTuple):
         )
 
 
-def tile_shape(longest: int, queries_per_head: int) -> tuple[int, int]:
-    """Rows of a prefill's tile, and how many new tokens they hold, if the longest sequence has so many.
+def tile_shape(longest: int, queries_per_head: int, most_rows: int = MOST_ROWS) -> tuple[int, int]:
+    """Rows of a tile, and how many new tokens they hold, if the longest sequence has so many.
+
+    Never more rows than `most_rows`, a power of two, but where one token has more.
 
     Raises:
-        CapacityError: more query heads per KV head than a tile has rows.
+        CapacityError: more query heads per KV head than a tile may ever have rows.
     """
-    if queries_per_head > _MAX_TILE_ROWS:
-        raise CapacityError(f"{queries_per_head} query heads per KV head: expected at most {_MAX_TILE_ROWS}")
-    wanted = 1 << (longest * queries_per_head - 1).bit_length()
-    rows = min(max(wanted, 16), _MAX_TILE_ROWS)
+    if queries_per_head > MOST_ROWS:
+        raise CapacityError(f"{queries_per_head} query heads per KV head: expected at most {MOST_ROWS}")
+    one, all_of_them = (1 << (tokens * queries_per_head - 1).bit_length() for tokens in (1, longest))
+    rows = max(one, min(max(all_of_them, 16), most_rows))
     return rows, rows // queries_per_head
 
 

@@ -157,8 +157,9 @@ def mass_launches(q: Tensor, key: Rows, tables: Tensor, lengths: Tensor, mass: T
     """The kernels that `block_mass` starts, for queries that are rotated like the keys."""
     sequences, count, heads, _ = q.shape
     group = heads // key.heads
-    rows, _ = tile_shape(count, group)
-    rows = max(min(rows, 64), 1 << (group - 1).bit_length())
+    # In float32 no tensor core multiplies: what a tile holds lies in registers.
+    most, tokens = (64, 64) if q.dtype.itemsize == 2 else (16, 16)
+    rows, _ = tile_shape(count, group, most)
     tiles = ceil_div(count, rows // group)
     sums = torch.empty(sequences, key.heads, tiles, rows, dtype=torch.float32, device=q.device)
     arguments: dict[str, Any] = {
@@ -188,7 +189,7 @@ def mass_launches(q: Tensor, key: Rows, tables: Tensor, lengths: Tensor, mass: T
     }
     block = max(16, 1 << (key.block_size - 1).bit_length())
     return [
-        Launch(_log_sums, (sequences, key.heads, tiles), arguments, constants | {"N": 64}),
+        Launch(_log_sums, (sequences, key.heads, tiles), arguments, constants | {"N": tokens}),
         Launch(
             _mass,
             (tables.shape[1], key.heads, sequences),

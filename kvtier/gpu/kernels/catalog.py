@@ -22,7 +22,7 @@ from kvtier.gpu.kernels.int8_product import product_launches
 from kvtier.gpu.kernels.latent_decode import latent_launches
 from kvtier.gpu.kernels.launch import INTERPRETED, Launch
 from kvtier.gpu.kernels.paged_decode import decode_launches
-from kvtier.gpu.kernels.paged_prefill import prefill_launch
+from kvtier.gpu.kernels.paged_prefill import most_rows, prefill_launch
 from kvtier.gpu.kernels.quantized_pool import CODINGS, QuantizedPool
 from kvtier.gpu.kernels.rows import LayerKV, raw_layer, raw_rows
 from kvtier.gpu.kernels.write_kv import write_launch
@@ -72,10 +72,12 @@ def entries() -> Iterator[Entry]:
         (torch.bfloat16, 192, 8),
         (torch.bfloat16, 256, 16),
         (torch.float32, 128, 4),
+        (torch.float32, 256, 16),
     ):
         yield from _attention(f"{_name(dtype)}.{width}x{group}", _raw, dtype, width, group)
     for coding in CODINGS:
-        yield from _attention(f"{coding}.128x8", _coded(coding), torch.bfloat16, 128, 8)
+        for width, group in ((128, 8), (256, 16)):
+            yield from _attention(f"{coding}.{width}x{group}", _coded(coding), torch.bfloat16, width, group)
     for dtype in (torch.bfloat16, torch.float32):
         for heads in (16, 128):
             yield Entry(f"latent.{_name(dtype)}.{heads}", _bound(_latent, dtype, heads))
@@ -123,7 +125,7 @@ def compile_launch(name: str, launch: Launch, arch: int) -> Compiled:
     compiled = triton.compile(
         ASTSource(launch.kernel, signature, constants, attributes),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": launch.warps, "num_stages": launch.stages},
+        options=launch.options,
     )
     return Compiled(name, compiled.metadata.shared, compiled.asm["ptx"])
 
@@ -157,7 +159,7 @@ def _attention(
         return decode_launches(queries(), kv(), batch, queries(), scale=0.1, window=window, splits=splits)
 
     def prefill(tokens: int) -> list[Launch]:
-        batch = _prefill_batch(tokens, group)
+        batch = _prefill_batch(tile_shape(tokens, group, most_rows(kv(), dtype))[0])
         return [prefill_launch(queries(), kv(), batch, queries(), scale=0.1, window=None)]
 
     def mass() -> list[Launch]:
@@ -224,8 +226,7 @@ def _decode_batch(longest: int) -> DecodeBatch:
     return DecodeBatch(_ints(_TOKENS), _ints(_TOKENS, 512), _ints(_TOKENS), longest)
 
 
-def _prefill_batch(tokens: int, group: int) -> PrefillBatch:
-    rows, _ = tile_shape(tokens, group)
+def _prefill_batch(rows: int) -> PrefillBatch:
     return PrefillBatch(_ints(8, 2), _ints(4), _empty(8, dtype=torch.int64), _ints(4), _ints(4, 512), _ints(4), rows)
 
 

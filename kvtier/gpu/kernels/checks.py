@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvtier.gpu.kernels.gather import gather_blocks, scatter_blocks
 from kvtier.gpu.kernels.int8_product import int8_product
 from kvtier.gpu.kernels.latent_decode import latent_decode
 from kvtier.gpu.kernels.paged_decode import paged_decode
-from kvtier.gpu.kernels.paged_prefill import paged_prefill
+from kvtier.gpu.kernels.paged_prefill import most_rows, paged_prefill
 from kvtier.gpu.kernels.quantized_pool import CODINGS, QuantizedPool
 from kvtier.gpu.kernels.rows import LayerKV, raw_layer
 from kvtier.gpu.kernels.write_kv import write_kv, write_latent
@@ -68,6 +68,7 @@ def checks() -> list[Check]:
         (torch.bfloat16, 96, 1),
         (torch.bfloat16, 192, 8),
         (torch.bfloat16, 256, 16),
+        (torch.float32, 256, 16),
     ):
         shape, name = (dtype, width, group), f"{str(dtype).removeprefix('torch.')}.{width}x{group}"
         for window, suffix in ((None, name), (100, f"{name}.window")):
@@ -76,8 +77,11 @@ def checks() -> list[Check]:
         found.append(Check(f"mass.{name}", functools.partial(_mass, shape=shape)))
         found.append(Check(f"bounds.{name}", functools.partial(_bounds, shape=shape)))
     for coding in CODINGS:
-        found.append(Check(f"decode.{coding}", functools.partial(_decode_coded, coding=coding)))
-        found.append(Check(f"prefill.{coding}", functools.partial(_prefill_coded, coding=coding)))
+        for width, group, window in ((64, 3, 100), (128, 8, None), (256, 16, None)):
+            shape, name = (torch.bfloat16, width, group), f"{coding}.{width}x{group}"
+            given: dict[str, Any] = {"coding": coding, "shape": shape, "window": window}
+            found.append(Check(f"decode.{name}", functools.partial(_decode_coded, **given)))
+            found.append(Check(f"prefill.{name}", functools.partial(_prefill_coded, **given)))
         found.append(Check(f"write.{coding}", functools.partial(_write_coded, coding=coding)))
     found += [Check(f"latent.{heads}", functools.partial(_latent, heads=heads)) for heads in (16, 128)]
     for dtype in _TOLERANCE:
@@ -92,9 +96,11 @@ def _decode(device: torch.device, *, shape: tuple[torch.dtype, int, int], window
     return _compare_decode(spans, _raw_kv(spans, shape, device), shape, window, device)
 
 
-def _decode_coded(device: torch.device, *, coding: str) -> Checked:
-    spans, shape = _spans(_DECODES), (torch.bfloat16, 128, 8)
-    return _compare_decode(spans, _coded_kv(spans, coding, 128, device), shape, None, device)
+def _decode_coded(
+    device: torch.device, *, coding: str, shape: tuple[torch.dtype, int, int], window: int | None
+) -> Checked:
+    spans = _spans(_DECODES)
+    return _compare_decode(spans, _coded_kv(spans, coding, shape[1], device), shape, window, device)
 
 
 def _compare_decode(
@@ -118,9 +124,11 @@ def _prefill(device: torch.device, *, shape: tuple[torch.dtype, int, int], windo
     return _compare_prefill(spans, _raw_kv(spans, shape, device), shape, window, device)
 
 
-def _prefill_coded(device: torch.device, *, coding: str) -> Checked:
-    spans, shape = _spans(_PREFILLS), (torch.bfloat16, 128, 8)
-    return _compare_prefill(spans, _coded_kv(spans, coding, 128, device), shape, None, device)
+def _prefill_coded(
+    device: torch.device, *, coding: str, shape: tuple[torch.dtype, int, int], window: int | None
+) -> Checked:
+    spans = _spans(_PREFILLS)
+    return _compare_prefill(spans, _coded_kv(spans, coding, shape[1], device), shape, window, device)
 
 
 def _compare_prefill(
@@ -134,7 +142,8 @@ def _compare_prefill(
     rows = list(accumulate((span.stop - span.start for span in spans), initial=0))
     q = _draw(rows.pop(), group * _KV_HEADS, width, dtype=dtype, device=device)
     out = torch.full_like(q, float("nan"))
-    paged_prefill(q, kv, PrefillBatch.make(spans, rows, group, device), out, scale=width**-0.5, window=window)
+    batch = PrefillBatch.make(spans, rows, group, device, most_rows(kv, dtype))
+    paged_prefill(q, kv, batch, out, scale=width**-0.5, window=window)
     expected = reference.attention(q, kv, spans, scale=width**-0.5, window=window)
     return _checked(out, expected, _TOLERANCE[dtype])
 

@@ -63,6 +63,7 @@ class Launch:
         arguments: tensors (as pointers), numbers and None, by name.
         constants: values that are compiled in, by name.
         warps, stages: of 32 threads; buffers of the software pipeline.
+        fused: a product and the sum that it goes into may be rounded once, instead of one after the other.
     """
 
     kernel: Any
@@ -71,11 +72,22 @@ class Launch:
     constants: Mapping[str, Any] = field(default_factory=dict)
     warps: int = 4
     stages: int = 2
+    fused: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.fused}
 
     def run(self) -> None:
-        """Start it on the current stream; the first start with new types or constants compiles."""
-        if min(self.grid) > 0:
-            self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
+        """Start it on its device's current stream; the first start with new types or constants compiles."""
+        if min(self.grid) <= 0:
+            return
+        tensors = [value for value in self.arguments.values() if isinstance(value, Tensor)]
+        # Triton takes the thread's current device, whatever the tensors are on; one of them may be pinned host memory.
+        on_device = next((tensor for tensor in tensors if tensor.is_cuda), tensors[0])
+        with torch.cuda.device_of(on_device):  # type: ignore[no-untyped-call]
+            self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
 
 def compute_dtype(dtype: torch.dtype) -> Any:

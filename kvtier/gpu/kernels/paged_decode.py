@@ -130,7 +130,7 @@ def paged_decode(
     written = out if kv.value.from_rotated is None else torch.empty_like(out, dtype=torch.float32)
     for launch in decode_launches(turned, kv, batch, written, scale=scale, window=window, splits=splits):
         launch.run()
-    unrotate(written, kv.value, batch.rows.long(), out)
+    unrotate(written, kv.value, batch.rows, out)
 
 
 def decode_launches(
@@ -228,7 +228,8 @@ def unrotate(written: Tensor, value: Rows, rows: Tensor, out: Tensor) -> None:
     rows: int, which rows of the flat batch were written.
     """
     if value.from_rotated is not None:
-        out[rows] = torch.matmul(written[rows], value.from_rotated).to(out.dtype)
+        at = rows.long()
+        out[at] = torch.matmul(written[at], value.from_rotated).to(out.dtype)
 
 
 def check_attention(q: Tensor, kv: LayerKV, tables: Tensor, out: Tensor) -> None:

@@ -24,7 +24,7 @@ from kvtier.gpu.kernels.attend import (
     store_rows,
     token_places,
 )
-from kvtier.gpu.kernels.batch import PrefillBatch
+from kvtier.gpu.kernels.batch import MOST_ROWS, PrefillBatch
 from kvtier.gpu.kernels.launch import Launch, has_large_shared_memory, kernel, tl
 from kvtier.gpu.kernels.paged_decode import (
     LOG2_E,
@@ -35,9 +35,11 @@ from kvtier.gpu.kernels.paged_decode import (
     tile_tokens,
     unrotate,
 )
-from kvtier.gpu.kernels.rows import LayerKV
+from kvtier.gpu.kernels.rows import Code, LayerKV
 
-__all__ = ["paged_prefill", "prefill_launch"]
+__all__ = ["most_rows", "paged_prefill", "prefill_launch"]
+
+_WIDE = 128
 
 
 @kernel
@@ -102,7 +104,7 @@ def paged_prefill(
     Args:
         q: [T, heads, width], float32, bfloat16 or float16; for raw KV in KV's dtype. Any strides but over width.
         kv: one layer of a pool; the new tokens' K and V are in it. Its KV heads divide `heads`.
-        batch: which rows of `q` attend to what; planned for `heads` / KV heads.
+        batch: which rows of `q` attend to what; planned for `heads` / KV heads and `most_rows`.
         out: like `q`; the batch's rows are written.
         scale: of the scores, usually width ** -0.5.
         window: a token attends to itself and the `window - 1` before it, None for all.
@@ -137,13 +139,26 @@ def prefill_launch(
             "scale": scale * LOG2_E,
         },
         constants(q, kv, window) | {"M": batch.tile_rows, "N": min(tile_tokens(kv), 64)},
-        warps=8 if batch.tile_rows > 64 else 4,
+        warps=8 if batch.tile_rows > 64 or _is_heavy(kv, q.dtype) else 4,
         stages=_stages(q, kv.key.width),
     )
 
 
+def most_rows(kv: LayerKV, dtype: torch.dtype) -> int:
+    """Query rows of a tile at most, for queries of a dtype: the sums of more would not fit into registers."""
+    if _is_heavy(kv, dtype):
+        return 32
+    halves = Code.INT4 in (kv.key.code, kv.value.code)
+    return 64 if halves and kv.key.width > _WIDE else MOST_ROWS
+
+
+def _is_heavy(kv: LayerKV, dtype: torch.dtype) -> bool:
+    """Whether tiles are wide and no tensor core multiplies them."""
+    return dtype is torch.float32 and kv.key.width > _WIDE
+
+
 def _stages(q: Tensor, width: int) -> int:
     """Buffers of K and V. Beside 128 rows of wide queries there is room for one where shared memory is small."""
-    if width > 128 and not has_large_shared_memory(q.device):
+    if width > _WIDE and not has_large_shared_memory(q.device):
         return 1
     return 3 if q.dtype.itemsize == 2 else 2

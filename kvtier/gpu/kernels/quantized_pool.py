@@ -147,22 +147,22 @@ def coded_layout(layout: Layout, coding: str) -> Layout:
     """The layout of blocks that are coded already: opaque bytes, in a namespace that raw blocks are not in.
 
     Args:
-        layout: of the raw blocks; one GQA layer group without a window, with an even head_dim.
+        layout: of the raw blocks; GQA layer groups with an even head_dim.
         coding: a key of `CODINGS`.
 
     Raises:
         FormatMismatch: another layout, no such coding, or a block size that does not divide a block's bytes.
     """
-    blocks = CodedBlocks(layout, coding)
-    group, rows = blocks.group, 2 * len(blocks.group.layers) * blocks.group.kv_heads * blocks.block_size
-    if group.window is not None:
-        raise FormatMismatch(f"layers with a window of {group.window} tokens: coded blocks are of full attention")
+    groups = [_opaque(CodedBlocks(Layout(layout.block_size, (group,)), coding), coding) for group in layout.groups]
+    return Layout(layout.block_size, tuple(groups), layout.shards)
+
+
+def _opaque(blocks: CodedBlocks, coding: str) -> LayerGroup:
+    rows = 2 * len(blocks.group.layers) * blocks.group.kv_heads * blocks.block_size
     if blocks.block_bytes % rows:
         raise FormatMismatch(f"blocks of {blocks.block_size} tokens: coded ones have a power of two")
-    coded = replace(
-        group, head_dim=blocks.block_bytes // rows, dtype="int8", order=f"opaque:kvtier-{coding}/{_VERSION}"
-    )
-    return Layout(layout.block_size, (coded,), layout.shards)
+    width, order = blocks.block_bytes // rows, f"opaque:kvtier-{coding}/{_VERSION}"
+    return replace(blocks.group, head_dim=width, dtype="int8", order=order)
 
 
 def _coded_group(layout: Layout) -> LayerGroup:

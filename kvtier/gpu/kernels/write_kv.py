@@ -180,6 +180,8 @@ def write_launch(k: Tensor, v: Tensor | None, kv: LayerKV, slots: Tensor) -> Lau
             "VALUE_PAD": kv.value.pad,
             "PLANES": 1 if v is None else 2,
         },
+        # A code is a product, rounded, and then rounded to an integer by a sum: at once, ties would go another way.
+        fused=False,
     )
 
 

@@ -65,7 +65,9 @@ class CupyStreams:
 
     def wait(self, stream: Stream, event: Event) -> None:
         """See `Streams.wait`."""
-        self._runtime.streamWaitEvent(stream, event.ptr)
+        # The handle of torch's default stream, 0, is that of the current device's.
+        with self._on_device():
+            self._runtime.streamWaitEvent(stream, event.ptr)
 
     def synchronize(self, event: Event) -> None:
         """See `Streams.synchronize`: without spinning."""

@@ -56,6 +56,9 @@ class GatherCopies:
         """See `kvtier.gpu.streams.launch.Launch`."""
         sides = (runs.device, runs.host) if direction is Direction.TO_DEVICE else (runs.host, runs.device)
         table = torch.from_numpy(np.stack((*sides, runs.nbytes // _WORD_BYTES)))
-        # The allocator gives the table's memory to later work of this stream only.
+        # From pageable memory it is copied once all copies before it have ended, and the lane is held up so long.
+        table = table.pin_memory()
+        # The allocators give the table's memory to later work of this stream only.
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, self._device)):  # type: ignore[no-untyped-call]
-            runs_launch(table.to(self._device), int(runs.nbytes.max()) // _WORD_BYTES).run()
+            table = table.to(self._device, non_blocking=True)
+            runs_launch(table, int(runs.nbytes.max()) // _WORD_BYTES).run()

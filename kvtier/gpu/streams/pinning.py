@@ -43,13 +43,13 @@ class PinnedMemory:
         address, flags = address_of(memory), _PORTABLE | (_READ_ONLY if memory.readonly else 0)
         status = self._register(address, memory.nbytes, flags)
         if status and memory.readonly:
-            # Not every driver pins memory that may only be read as such; some pin it as any other.
+            # Not every driver pins memory for reading alone; what is mapped writable here can be pinned as any other.
             status = self._register(address, memory.nbytes, _PORTABLE)
         if status:
             self.refused += 1
             _log.warning(
                 "cuMemHostRegister of %d bytes, read-only %s: error %d; copies from and to them will be slower (raise "
-                "the limit of locked memory, ulimit -l)",
+                "the limit of locked memory, ulimit -l; some drivers pin nothing that is mapped read-only)",
                 *(memory.nbytes, memory.readonly, status),
             )
             return False

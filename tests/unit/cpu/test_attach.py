@@ -73,6 +73,21 @@ def test_host_region_refuses_every_further_way_of_writing() -> None:
     assert load(tier, [refs[0].key])[0][0] is Status.OK, "the owner itself can still write"
 
 
+def test_in_the_owners_process_its_own_mapping_serves() -> None:
+    tier, staging = HostTier(1 << 20), StagingRegion(SIZE, 2)
+    mappings = shared_mappings()
+    for share in (*tier.regions(), *staging.regions()):
+        assert share.memory is not None
+        view = AttachedRegion(share.fd, share.nbytes, share.writable, share.memory).view(Span(share.region, 4096, 64))
+        assert np.frombuffer(view, np.uint8).ctypes.data == np.frombuffer(share.memory, np.uint8).ctypes.data + 4096
+        assert view.readonly == (not share.writable)
+    assert shared_mappings() == mappings
+
+
+def shared_mappings() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:kvtier" in line]
+
+
 def test_staging_cannot_shrink_under_its_reader() -> None:
     staging = StagingRegion(SIZE, 2)
     with pytest.raises(PermissionError):

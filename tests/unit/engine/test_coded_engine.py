@@ -142,6 +142,28 @@ def test_blocks_come_back_after_a_restart(
             assert engine.stats().loaded_tokens == (prompts if restarted else 0)
 
 
+@pytest.mark.parametrize("windows", [(6, 6), (None, 6)])
+def test_layers_with_a_window_say_the_same_whatever_happens(
+    kv_format: Any, windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    model = tiny_model(windows)
+    alone = {name: run(Engine(model, options(kv_format)), {name: prompt})[name] for name, prompt in PROMPTS.items()}
+    assert run(Engine(model, options(kv_format, token_budget=8)), PROMPTS) == alone
+    for preemption in ("recompute", "swap"):
+        rules = SchedulingRules(preemption=preemption, watermark=0.0)
+        with stack(
+            model, kv_format=kv_format, num_blocks=13, max_running=6, token_budget=8, scheduling=rules
+        ) as engine:
+            assert run(engine, PROMPTS) == alone
+            # Where all layers have a window, a sequence holds no more blocks in the end than at first.
+            assert (engine.stats().preemptions > 0) == (None in windows)
+    for restarted in (False, True):
+        below = NvmeTier(tmp_path, 1 << 24, NvmeOptions(segment_bytes=1 << 20, min_free_bytes=0))
+        with stack(model, below, kv_format=kv_format) as engine:
+            assert run(engine, PROMPTS) == alone
+            assert (engine.stats().loaded_tokens > 0) == restarted
+
+
 def test_forks_copy_the_block_that_they_write(loaded: LoadedModel, kv_format: Any, undisturbed: Outputs) -> None:
     for name, prompt in PROMPTS.items():
         engine = Engine(loaded, options(kv_format))
@@ -238,9 +260,8 @@ def test_a_connection_for_raw_blocks_moves_no_coded_ones(loaded: LoadedModel) ->
 
 
 def test_what_cannot_be_coded_is_refused(loaded: LoadedModel) -> None:
-    for model, changes in ((tiny_model((6, 6)), {}), (tiny_model((None, 6)), {}), (loaded, {"block_size": 12})):
-        with pytest.raises(ConfigError, match="kv_format='int8' is not for this model"):
-            pool_size(model, options("int8", **changes))
+    with pytest.raises(ConfigError, match="kv_format='int8' is not for this model"):
+        pool_size(loaded, options("int8", block_size=12))
     with pytest.raises(ConfigError, match="expected one of raw, int8, int8r, fp8, int4r"):
         options("int3")
 

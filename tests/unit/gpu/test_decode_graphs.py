@@ -155,6 +155,13 @@ def test_a_step_goes_to_the_smallest_graph_that_holds_it():
     assert list(dict.fromkeys(sizes)) == [(1, 128), (4, 128), (8, 512), (8, 2048)]
 
 
+def test_graphs_of_all_sizes_take_memory_for_logits_once():
+    graphs, _ = graphs_of((1, 4, 8), max_tokens=4096)
+    outputs = [graphs.run(lone(count, length), [0] * count) for count, length in ((1, 10), (4, 10), (8, 120))]
+    assert len({output.untyped_storage().data_ptr() for output in outputs}) == 1
+    assert outputs[0].untyped_storage().nbytes() == 8 * outputs[0].itemsize
+
+
 @pytest.mark.parametrize(
     "spans",
     [

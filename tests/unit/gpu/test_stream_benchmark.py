@@ -58,3 +58,33 @@ def test_equal_devices_give_equal_tokens_and_ties_are_told_from_errors(benchmark
     clear, tie = torch.tensor([[3.0, 1.0]]), torch.tensor([[3.0, 2.9995]])
     assert engine._compare([[0, 0, 0]], [[0, 1, 1]], [clear, clear, clear]) == (0.5, 0)
     assert engine._compare([[0, 0, 0]], [[0, 1, 1]], [clear, tie, clear]) == (1.0, 1)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gpu
+    from harness import Report
+
+    yield gpu, Report(None)
+    for name in ("gpu", "gpu_copies", "benchmark_work", "harness"):
+        sys.modules.pop(name, None)
+
+
+def test_a_section_that_takes_its_process_with_it_costs_no_other_its_figures(gpu):
+    import benchmark_work as work
+
+    module, report = gpu
+    assert module.apart(report, work.tells, "one", 4.0) == []
+    (died,) = module.apart(report, work.dies, "two")
+    (hung,) = module.apart(report, work.hangs, "three", silent=1.0)
+    assert (died.name, died.why) == ("two", "its process ended with 3")
+    assert (hung.name, hung.why) == ("three", "said nothing for 1 s and was ended")
+    assert [(result.name, result.value) for result in report._results] == [("one", 4.0), ("two", 1.0)]
+
+
+def test_a_section_that_raises_is_told_by_its_name(gpu):
+    module, report = gpu
+    (failure,) = module.apart(report, module.section, "nothing", CPU, True)
+    assert failure.name == "nothing"
+    assert failure.why.startswith("AttributeError")

@@ -285,19 +285,29 @@ class Recorder:
             self.calls.append(("copy", kind, handle))
             ctypes.memmove(target, source, nbytes)
 
+        current, self.on = [0], []  # the device; with which one what was called
+
+        @contextlib.contextmanager
+        def on_device(index):
+            current.append(index)
+            yield
+            current.pop()
+
+        def called(name, handle, event):
+            self.on.append((name, current[-1]))
+            self.calls.append((name, handle, event))
+
         runtime = types.SimpleNamespace(
             memcpyHostToDevice=1,
             memcpyDeviceToHost=2,
             memcpyAsync=copy,
-            eventRecord=lambda event, handle: self.calls.append(("record", handle, event)),
-            streamWaitEvent=lambda handle, event: self.calls.append(("wait", handle, event)),
+            eventRecord=lambda event, handle: called("record", handle, event),
+            streamWaitEvent=lambda handle, event: called("wait", handle, event),
         )
         module = types.ModuleType("cupy")
         module.__spec__ = ModuleSpec("cupy", None)
         module.is_available = lambda: True
-        module.cuda = types.SimpleNamespace(
-            runtime=runtime, Stream=stream, Event=event, Device=lambda index: contextlib.nullcontext()
-        )
+        module.cuda = types.SimpleNamespace(runtime=runtime, Stream=stream, Event=event, Device=on_device)
         monkeypatch.setitem(sys.modules, "cupy", module)
         monkeypatch.setitem(sys.modules, "cupy.cuda", module.cuda)
 
@@ -346,6 +356,22 @@ def test_streams_are_those_of_the_device(monkeypatch, fakes):
     assert isinstance(make_streams(torch.device("cuda", 0)), cupy_streams.CupyStreams)
     monkeypatch.setattr(sys.modules["cupy"], "is_available", lambda: False)
     assert isinstance(make_streams(torch.device("cuda", 0)), torch_streams.TorchStreams)
+
+
+def test_a_cupy_that_cannot_be_imported_leaves_the_copies_to_torch(monkeypatch, fakes, tmp_path, caplog):
+    Recorder(monkeypatch, fakes("12.4"))
+    monkeypatch.delitem(sys.modules, "cupy")
+    (tmp_path / "cupy.py").write_text("raise ImportError('libnvrtc.so.13: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert isinstance(make_streams(torch.device("cuda", 0)), torch_streams.TorchStreams)
+    assert "libnvrtc.so.13" in caplog.text
+
+
+def test_cupy_waits_on_the_stream_of_its_own_device(monkeypatch, fakes):
+    recorder = Recorder(monkeypatch, fakes("13"))
+    streams = cupy_streams.CupyStreams(torch.device("cuda", 1))
+    streams.wait(0, streams.record(0))
+    assert [device for call, device in recorder.on if call in ("record", "wait")] == [1, 1]
 
 
 def test_the_copy_kernel_moves_runs_between_any_addresses():

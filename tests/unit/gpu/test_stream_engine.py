@@ -7,9 +7,11 @@ import pytest
 from kvtier_engine import connect
 from tiny_model import tiny_model
 
+from kvtier import LLM, api
 from kvtier.connector import TierWorker
 from kvtier.cpu import HostTier
 from kvtier.engine import Engine, EngineOptions, SamplingParams
+from kvtier.gpu.streams import HostStreams
 from kvtier.store import TieredStore
 from kvtier.testing.streams import SimulatedStreams
 
@@ -93,3 +95,12 @@ def test_the_tokens_are_the_same_in_every_order(loaded, alone, seed):
 @pytest.mark.parametrize("worker", [Unfenced, Hasty])
 def test_a_worker_that_does_not_wait_shows_in_the_tokens(loaded, alone, worker):
     assert any(outputs(loaded, seed, worker) != [alone, alone] for seed in range(12))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_regions_that_cannot_be_pinned_are_counted(loaded, monkeypatch, refused):
+    monkeypatch.setattr(api, "_load", lambda config: loaded)
+    monkeypatch.setattr(HostStreams, "pin", lambda self, memory: not refused)
+    with LLM(tiering={"host": {"capacity": "1MiB"}}, num_blocks=BLOCKS, block_size=BLOCK) as llm:
+        # Host's memory, and the staging region.
+        assert llm.store.metrics.value("fallbacks_total", tier="host", what="pinning") == (2 if refused else 0)
