@@ -16,7 +16,7 @@ hanging            the call that waits: TIMEOUT, connection dropped    the store
 full               the reply to a write                                FULL without sending a byte, for a second
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -174,13 +174,17 @@ class RemoteTier:
         with self._state.lock:
             leases, reservations = self._state.holds.of_owner(owner)
             ended = self._state.holds.end_leases(leases)
-        self._state.remove_later(ended)
+        self._state.removals.add(ended)
         self._writer.abort(reservations)
 
     # ---- removal
 
     def remove(self, keys: Sequence[bytes]) -> Ticket:
-        """See `Tier.remove`. Descendants become unreachable for `acquire` now, and leave when the other side likes."""
+        """See `Tier.remove`. Descendants become unreachable for `acquire` now, and leave when the other side likes.
+
+        A record that this process leases goes once it does not; where the other side fails then, it stays out of sight
+        for this process and is removed when the other side can.
+        """
         self._state.require_open()
         names = [record_name(key, exact=exact) for key in keys for exact in (True, False)]
         gone = self._remove(names)
@@ -188,18 +192,20 @@ class RemoteTier:
         return self._state.completions.finish(Ticket(), statuses)
 
     def _remove(self, names: Sequence[bytes]) -> list[bool]:
-        """Remove records, those that this process leases as soon as it does not; which of them were there."""
+        """Remove records, leased ones as soon as they are not; which of them this process saw, and were there."""
         holds, lock = self._state.holds, self._state.lock
         with lock:
-            wanted = [name for name in dict.fromkeys(names) if not (holds.hides(name) or holds.being_written(name))]
+            wanted = [name for name in dict.fromkeys(names) if not holds.being_written(name)]
+            seen = {name for name in wanted if not holds.is_doomed(name)}
             free = holds.doom(wanted)
-        leased = set(wanted).difference(free)
+        spared: Iterable[bytes] = seen.intersection(free)
         try:
             answers = self._backend.remove(free, self._state.movers.limit(None)) if free else []
+            spared = free
         finally:
             with lock:
-                holds.spare(free)
-        there = leased | {name for name, was in zip(free, answers, strict=True) if was}
+                holds.spare(spared)
+        there = seen.difference(free) | {name for name, was in zip(free, answers, strict=True) if was and name in seen}
         return [name in there for name in names]
 
     def clear(self, ns: int | Collection[int] | None = None) -> Ticket:
@@ -233,7 +239,7 @@ class RemoteTier:
         Of this process: leases, reservations.
         """
         self._state.require_open()
-        self._state.settle(self._options.timeout)
+        self._state.removals.settle(self._options.timeout)
         with suppress(TierError):
             self._latest = self._backend.stats(self._state.movers.limit(None))
         latest, capacity = self._latest, self._latest.capacity_bytes or self._options.capacity_bytes
@@ -251,7 +257,8 @@ class RemoteTier:
     def flush(self) -> None:
         """See `Tier.flush`: what is committed is on the other side; how safe it is there is set up there."""
         self._state.require_open()
-        self._state.settle(self._options.timeout)
+        self._state.removals.retry()
+        self._state.removals.settle(self._options.timeout)
 
     def close(self) -> None:
         """See `Tier.close`. Ends all holds; waits as long as the limit of what is under way."""
@@ -260,4 +267,5 @@ class RemoteTier:
                 return
             self._state.holds.closed = True
         self._state.movers.close()
+        self._state.removals.close()
         self._backend.close()

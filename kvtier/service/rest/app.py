@@ -68,8 +68,14 @@ def make_app(cache: Cache, tokens: Tokens, settings: ServiceSettings) -> FastAPI
         redirect_slashes=False,
         generate_unique_id_function=_operation,
     )
-    turn = Depends(Turns(settings.request_timeout), scope="function")
-    service = Service(cache, settings, BufferPool(settings.inflight_bytes), turn)
+    turns = Turns(settings.request_timeout)
+    service = Service(
+        cache,
+        settings,
+        BufferPool(settings.inflight_bytes),
+        turn=Depends(turns.of_tenant, scope="function"),
+        admin_turn=Depends(turns.of_admins, scope="function"),
+    )
     requests = _Requests()
     routers = (
         # In the order in which paths are tried: what is asked most comes first.
@@ -155,10 +161,11 @@ def _probe_routes(service: Service, requests: _Requests) -> APIRouter:
         return StateAnswer(status="ok")
 
     @router.get("/readyz", responses={503: {"model": StateAnswer, "description": "It drains"}})
-    async def ready() -> JSONResponse:
+    async def ready(response: Response) -> StateAnswer:
         """Whether it takes calls; needs no token."""
         draining = cache.draining
-        return JSONResponse({"status": "draining" if draining else "ready"}, 503 if draining else 200)
+        response.status_code = 503 if draining else 200
+        return StateAnswer(status="draining" if draining else "ready")
 
     @router.get(
         "/metrics",

@@ -6,7 +6,6 @@
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +15,13 @@ import httpx
 import pytest
 from daemon_world import Daemon, Nursery, nursery
 from patience import came_true, until
-from rest_world import KEYS, block, chain, put_stream, stream
+from playwright import sync_api
+from programs import program
+from rest_world import KEYS, block, chain, match, put_stream, stream
 
 from kvtier.service.cache import Scope, Tokens
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt install chromium")
+CHROMIUM = program("chromium", "chromium")
 
 DESKTOP = {"viewport": {"width": 1280, "height": 900}}
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
@@ -67,7 +66,7 @@ def service(forks: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             for name, blocks in (("llama-3.1-8b", 24), ("smollm2", 4)):
                 http.post("/v1/namespaces", json={"name": name, "layout": None}).raise_for_status()
                 put_stream(http, name, stream(chain(blocks, nbytes=NBYTES))).raise_for_status()
-                http.post(f"/v1/namespaces/{name}/blocks:match", json={"keys": KEYS[:6]}).raise_for_status()
+                match(http, name, keys=KEYS[:6]).raise_for_status()
                 http.post(f"/v1/namespaces/{name}/blocks:get", json={"keys": KEYS[:8]}).raise_for_status()
             others = [f"{at:032x}" for at in range(1, 49)]
             put_stream(http, "smollm2", stream(chain(48, nbytes=NBYTES, keys=others))).raise_for_status()
