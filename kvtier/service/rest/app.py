@@ -20,7 +20,7 @@ from kvtier import __version__
 from kvtier.config import ServiceSettings
 from kvtier.errors import KVTierError, LeaseError, TierUnavailable
 from kvtier.http.access import AccessLog
-from kvtier.service.cache import Cache, ServiceError, Tokens
+from kvtier.service.cache import Cache, Places, ServiceError, Tokens
 from kvtier.service.cache import Scope as TokenScope
 from kvtier.service.cache.callers import require
 from kvtier.service.rest.admin import admin_routes, figure_routes
@@ -94,7 +94,7 @@ def make_app(cache: Cache, tokens: Tokens, settings: ServiceSettings) -> FastAPI
     _add_errors(app, [route for router in routers for route in router.routes])
     # The last one added is the outermost.
     app.add_middleware(BodyGuard, limit=_body_limit(settings), patience=settings.idle_timeout)
-    app.add_middleware(TokenGuard, tokens=tokens)
+    app.add_middleware(TokenGuard, tokens=tokens, places=Places(settings.max_connections))
     app.add_middleware(PageGuard, local=not tokens.required)
     app.add_middleware(HeadGuard)
     app.add_middleware(AccessLog, label=_label, answered=requests.answered, log="kvtier.service.access")

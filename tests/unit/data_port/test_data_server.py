@@ -1,5 +1,6 @@
 """Connections: who is let in, for how long, and how they end."""
 
+import contextlib
 import socket
 import ssl
 import threading
@@ -127,6 +128,23 @@ def test_no_more_connections_than_may_be(tmp_path: Path) -> None:
         clients[2].connect()
         for client in clients:
             client.close()
+
+
+def test_a_tenant_with_many_connections_leaves_some_to_others(tmp_path: Path) -> None:
+    with world(tmp_path, max_connections=8) as service, contextlib.ExitStack() as stack:
+
+        def connected(tenant: str) -> DataClient:
+            client = stack.enter_context(service.client(tenant=tenant))
+            client.connect()
+            return client
+
+        first, *_ = [connected("red") for _ in range(6)]
+        with pytest.raises(Busy, match="this tenant has 6 of 8 connections, and 2 are left for all"):
+            connected("red")
+        assert connected("blue").namespaces() == []
+        first.close()
+        until(lambda: service.server.connections == 6)
+        connected("red")
 
 
 def test_draining_answers_what_has_arrived_and_lets_nobody_in(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Routes that wait have threads by tenant: whoever waits holds up nobody else."""
+"""Routes that wait have threads by tenant, and connections are shared: whoever has many holds up nobody else."""
 
 import contextlib
 import threading
@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from patience import until
-from rest_world import KEYS, match, running
+from rest_world import KEYS, error_of, match, raw_error, running
 
 from kvtier.service.cache import Scope, Tokens
 from kvtier.service.cache.tenant import Tenant
@@ -139,3 +139,46 @@ def test_a_namespace_of_thousands_of_parts_is_cleared_as_one(tmp_path, monkeypat
         assert rest.http.post("/v1/namespaces/wide:clear").status_code == 204
         assert rest.http.delete("/v1/namespaces/wide").status_code == 204
         assert cleared == [4096] * (4 if below else 2), "again after a tier below, for what came up meanwhile"
+
+
+def test_a_tenant_with_many_requests_under_way_leaves_places_to_others(tmp_path):
+    tenants, tokens = tmp_path / "tenants.toml", Tokens.open(tmp_path / "tokens.json")
+    tenants.write_text('[a]\nhost = "512KiB"\n[b]\nhost = "512KiB"\n')
+    greedy, other = (tokens.create(name, Scope) for name in "ab")
+    with contextlib.ExitStack() as stack:
+        rest = stack.enter_context(
+            running(tokens=tmp_path / "tokens.json", tenants=tenants, max_connections=16, idle_timeout=20.0)
+        )
+        one, http = (stack.enter_context(rest.client(secret)) for secret in (greedy, other))
+        for _ in range(12):
+            followed = stack.enter_context(one.stream("GET", "/v1/events"))
+            assert followed.status_code == 200
+        refused = one.get("/v1/namespaces")
+        assert (refused.status_code, error_of(refused)["code"], refused.headers["Retry-After"]) == (503, "busy", "1")
+        assert "has 12 of 16 connections, and 4 are left for all" in error_of(refused)["message"]
+        assert http.get("/v1/namespaces").status_code == 200
+        for path in ("/healthz", "/metrics"):
+            assert one.get(path).status_code == 200, path
+        assert one.post("/v1/admin/flush").status_code == 204
+        followed.close()
+        until(lambda: one.get("/v1/namespaces").status_code == 200)
+
+
+def test_connections_that_wait_for_a_further_request_make_room():
+    with contextlib.ExitStack() as stack:
+        rest = stack.enter_context(running(max_connections=8, idle_timeout=20.0))
+
+        def kept():
+            line = stack.enter_context(rest.line())
+            line.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert line.recv(65536).startswith(b"HTTP/1.1 200")
+            return line
+
+        first, *others = [kept() for _ in range(8)]
+        others.append(kept())
+        assert first.recv(1) == b"", "the one that waited longest"
+        # Those that have begun to ask stay, and then nobody else comes in.
+        for line in others:
+            line.sendall(b"GET /hea")
+        until(lambda: all(one.timeout_keep_alive_task is None for one in rest.server.server_state.connections))
+        assert raw_error(rest.raw(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")) == (503, "busy")
