@@ -16,12 +16,13 @@ hanging            the call that waits: TIMEOUT, connection dropped    the store
 full               the reply to a write                                FULL without sending a byte, for a second
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.hints import Hint
+from kvtier.keys import STORE_KEY_BYTES
 from kvtier.metrics import Metrics
 from kvtier.remote.backend import Backend, BackendStats
 from kvtier.remote.batches import Movers
@@ -107,7 +108,13 @@ class RemoteTier:
         options = options or RemoteOptions()
         self.name = name
         self.caps = TierCaps(
-            variable_size=True, durable=backend.durable, shared=True, run=backend.run, remote=True, probe=options.probe
+            variable_size=True,
+            durable=backend.durable,
+            shared=True,
+            run=backend.run,
+            remote=True,
+            probe=options.probe,
+            listing=True,
         )
         self._options = options
         self._backend = backend
@@ -215,17 +222,25 @@ class RemoteTier:
         """
         self._state.require_open()
         wanted = namespaces_in(ns)
-        for names in self._backend.names(self._state.movers.limit(None) + _CLEAR_SECONDS):
-            if wanted is not None:
-                heads = self._backend.heads(names, self._state.movers.limit(None))
-                spaces = [unpack(name, head or b"") for name, head in zip(names, heads, strict=True)]
-                names = [  # noqa: PLW2901
-                    name
-                    for name, space in zip(names, spaces, strict=True)
-                    if space is not None and space.ref.ns in wanted
-                ]
+        for names in self._names(wanted):
             self._remove(names)
         return self._state.completions.finish(Ticket(), [Status.OK])
+
+    def listed(self, ns: int) -> Iterator[list[bytes]]:
+        """See `ListingTier.listed`. Asks every record which namespace it is in; whoever wrote it."""
+        self._state.require_open()
+        for names in self._names({ns}):
+            yield [name[:STORE_KEY_BYTES] for name in names]
+
+    def _names(self, spaces: Collection[int] | None) -> Iterator[list[bytes]]:
+        """All records of these namespaces (None: of all), in batches."""
+        for names in self._backend.names(self._state.movers.limit(None) + _CLEAR_SECONDS):
+            if spaces is None:
+                yield names
+                continue
+            heads = self._backend.heads(names, self._state.movers.limit(None))
+            envelopes = zip(names, map(unpack, names, [head or b"" for head in heads]), strict=True)
+            yield [name for name, envelope in envelopes if envelope is not None and envelope.ref.ns in spaces]
 
     # ---- the whole
 

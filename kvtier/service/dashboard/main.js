@@ -133,6 +133,8 @@ byId("range").addEventListener("change", ({ target }) => {
   state.seconds = Number(target.value);
   poll();
 });
+// There is none where the page came over plain HTTP from another machine.
+byId("first-copy").hidden = navigator.clipboard === undefined;
 byId("first-copy").addEventListener("click", async ({ target }) => {
   await navigator.clipboard.writeText(firstLines());
   target.textContent = "Copied";
