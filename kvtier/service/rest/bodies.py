@@ -142,7 +142,7 @@ class MatchBody(_Body):
 
     model_config = ConfigDict(json_schema_extra=example(namespace="smollm2", keys=[KEY]) | {"oneOf": _ONE_WAY})
 
-    namespace: _Name
+    namespace: Annotated[_Name, Field(description="Whose blocks they are")]
     keys: Keys | None = None
     tokens: Annotated[
         Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32), _INTEGRAL]], Field(fail_fast=True)] | None,

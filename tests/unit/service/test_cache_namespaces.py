@@ -224,12 +224,12 @@ def test_the_limit_is_each_tenants_own(tmp_path: Path) -> None:
 
 
 def test_what_a_namespace_has_is_listed_from_all_tiers(tmp_path: Path) -> None:
-    with contextlib.closing(open_cache(tmp_path, nvme={"capacity": "16MiB"})) as cache:
+    with contextlib.closing(open_cache(tmp_path, nvme={"write": "through"})) as cache:
         for name in (OPAQUE.name, "other"):
             cache.create_namespace(LOCAL, NamespaceSpec(name, None))
         keys = chain(100)
-        for at in range(0, 100, 20):
-            put(cache, keys[at : at + 20])
+        for at in range(0, 100, 10):
+            put(cache, keys[at : at + 10])
             cache.flush()
         put(cache, chain(3, "other"), ns="other")
         assert "nvme" in cache.match(LOCAL, OPAQUE.name, keys)

@@ -63,7 +63,7 @@ def test_tenants_that_fill_all_their_turns_hold_up_no_other_no_admin_and_no_prob
     names = "abcdef"
     tenants, tokens = tmp_path / "tenants.toml", Tokens.open(tmp_path / "tokens.json")
     tenants.write_text("".join(f'[{name}]\nhost = "128KiB"\n' for name in [*names, "other"]))
-    secrets = {name: tokens.create(name, [Scope.READ, Scope.WRITE]) for name in names}
+    secrets, admins = [tokens.create(name, [Scope.READ, Scope.WRITE]) for name in names], tokens.create("other", Scope)
     go, held, lock = threading.Event(), [0], threading.Lock()
 
     def hang(self, space):
@@ -75,8 +75,8 @@ def test_tenants_that_fill_all_their_turns_hold_up_no_other_no_admin_and_no_prob
     with contextlib.ExitStack() as stack:
         options = {"tokens": tmp_path / "tokens.json", "tenants": tenants, "request_timeout": 20.0}
         rest = stack.enter_context(running(max_connections=128, **options))
-        admin = stack.enter_context(rest.client(tokens.create("other", Scope)))
-        clients = [stack.enter_context(rest.client(secret)) for secret in secrets.values()]
+        admin = stack.enter_context(rest.client(admins))
+        clients = [stack.enter_context(rest.client(secret)) for secret in secrets]
         pool = stack.enter_context(ThreadPoolExecutor(TURNS * len(names)))
         stack.callback(go.set)
         assert admin.post("/v1/namespaces", json={"name": "n"}).status_code == 201
