@@ -112,8 +112,8 @@ RUNNING = [page for page, blocks in BLOCKS.items() if any(block.runs for block i
 @pytest.mark.timeout(300)  # several servers, on a machine that others use, too
 @pytest.mark.parametrize("page", RUNNING, ids=name)
 def test_page_runs(page: Path, sandbox: Sandbox) -> None:
-    program("bash", "bash")
-    program("curl", "curl")
+    program("bash", "apt-get install bash")
+    program("curl", "apt-get install curl")
     printed = ""
     for block in BLOCKS[page]:
         if block.runs:

@@ -40,7 +40,7 @@ print(json.dumps({name: ask(remote) for name, remote in order["remotes"].items()
 
 @pytest.fixture(scope="module")
 def wired() -> Iterator[Hosts]:
-    program("ip", "iproute2")
+    program("ip", "apt-get install iproute2")
     reason = unavailable()
     if reason is not None:
         pytest.skip(reason)

@@ -496,7 +496,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def secured(certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     # The wheel's server has no TLS.
-    binary = program("redis-server", "redis-server")
+    binary = program("redis-server", "apt-get install redis-server")
     path, port = tmp_path_factory.mktemp("secured"), free_ports(1)[0]
     files = ("--tls-cert-file", "cert.pem", "--tls-key-file", "key.pem", "--tls-ca-cert-file", "ca.pem")
     named = [str(certificates / word) if word.endswith(".pem") else word for word in files]

@@ -22,7 +22,7 @@ from rest_world import KEYS, block, chain, match, put_stream, stream
 
 from kvtier.service.cache import Scope, Tokens
 
-CHROMIUM = program("chromium", "chromium")
+CHROMIUM = program("chromium", "apt-get install chromium")
 
 DESKTOP = {"viewport": {"width": 1280, "height": 900}}
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
@@ -365,7 +365,7 @@ def test_it_lives_through_a_restart_and_begins_with_what_to_do(browser, forks, t
             page.locator("#first").wait_for()
             lines = page.locator("#first-lines").inner_text()
             assert f'curl {service.url}/v1/namespaces --json \'{{"name": "demo"}}\'' in lines
-            program("curl", "curl")
+            program("curl", "apt-get install curl")
             done = subprocess.run(["bash", "-ec", lines], cwd=tmp_path, check=True, capture_output=True, text=True)
             assert '{"outcome":"stored"}' in done.stdout
             assert '{"blocks":1,"tiers":["host"],"keys":null}' in done.stdout
