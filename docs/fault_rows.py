@@ -401,6 +401,14 @@ ROWS = (
         ),
     ),
     Row("the device has a bad page", (DISK + "test_one_bad_page_costs_one_block_and_its_descendants",)),
+    Row(
+        "the index on disk is damaged: a store that believes its pages dies with the process",
+        (
+            "tests/unit/nvme/test_nvme_pages.py::test_whatever_happens_to_pages_kills_nobody",
+            "tests/unit/nvme/test_nvme_pages.py::test_truncated_at_every_page",
+            "tests/unit/nvme/test_nvme_opening.py::TestDamagedIndex",
+        ),
+    ),
     Row("the directory becomes read-only", (DISK + "test_a_directory_that_became_read_only_is_refused_in_one_line",)),
     Row(
         "the directory vanishes",

@@ -37,7 +37,12 @@ SECTIONS = (
     (
         "Cache service",
         "Of `kvtier cache serve`.",
-        ["kvtier/service/cache/telemetry.py", "kvtier/service/cache/cache.py", "kvtier/service/rest/app.py"],
+        [
+            "kvtier/service/cache/telemetry.py",
+            "kvtier/service/cache/cache.py",
+            "kvtier/service/cache/tenant.py",
+            "kvtier/service/rest/app.py",
+        ],
     ),
     ("Router", "Of `kvtier router`.", ["kvtier/router/telemetry.py"]),
     ("Block events", "Of an engine with `events.endpoint`.", ["kvtier/events/publisher.py"]),

@@ -34,7 +34,7 @@ for text in "once upon a time" " there was a cache" " that forgot nothing"; do
 done
 
 echo "== the longest run that is there, and where"
-found=$(call "$kv/namespaces/demo/blocks:match" --json "{\"keys\": [$keys, \"$(printf 0%.0s {1..64})\"]}")
+found=$(call "$kv/match" --json "{\"namespace\": \"demo\", \"keys\": [$keys, \"$(printf 0%.0s {1..64})\"]}")
 echo "$found"
 [[ $found == *'"blocks":3'* ]]
 

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -38,6 +38,7 @@ __all__ = [
     "Exists",
     "Full",
     "Handle",
+    "ListingTier",
     "MeteredTier",
     "Owner",
     "RegionShare",
@@ -100,7 +101,8 @@ class TierCaps:
     shared: other processes may change it. partial_read: can read a range of a block. align: buffers and
     lengths that are multiples of this many bytes move without a copy. remote: to ask it takes round trips of a network.
     probe: seconds that `contains` may take, after which the tier counts as one that gives no answer.
-    metered: counts what is written to it, over processes and restarts: it is a `MeteredTier`.
+    metered: counts what is written to it, over processes and restarts: it is a `MeteredTier`. listing: can say which
+    records it has: it is a `ListingTier`.
 
     run: blocks per object, 1 but in remote tiers: [k * run, (k + 1) * run) of one chain by depth, named by the last.
     Where it is more than 1, `reserve`, `write` and `commit` take whole runs, parents first, one after the other; the
@@ -116,6 +118,7 @@ class TierCaps:
     remote: bool = False
     probe: float = 0.05
     metered: bool = False
+    listing: bool = False
 
 
 class RegionShare(NamedTuple):
@@ -405,6 +408,17 @@ class MeteredTier(Tier, Protocol):
         """By how many bytes what was committed runs ahead of this budget, which accrues evenly, by wall time.
 
         From the first call on commits count against it, also those of processes that never call.
+        """
+        ...
+
+
+class ListingTier(Tier, Protocol):
+    """A tier that can say which records it has (`TierCaps.listing`)."""
+
+    def listed(self, ns: int) -> Iterator[list[bytes]]:
+        """Keys of all records of a namespace, in batches, exact or not.
+
+        Those that come and go meanwhile may be missing, and one may come twice. Holds nothing between two batches.
         """
         ...
 

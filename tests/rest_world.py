@@ -176,6 +176,11 @@ def unstream(data: bytes) -> list[tuple[BlockHead, bytes]]:
     return [(head, bytes(body)) for head, body in decoder.finish()]
 
 
+def match(http: httpx.Client, ns: str, **asked: Any) -> httpx.Response:
+    """Where the leading run of a prefix lies."""
+    return http.post("/v1/match", json={"namespace": ns, **asked})
+
+
 def put_stream(http: httpx.Client, ns: str, data: Any) -> httpx.Response:
     return http.post(f"/v1/namespaces/{ns}/blocks:put", content=data, headers={"Content-Type": MEDIA_TYPE})
 

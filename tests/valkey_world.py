@@ -1,7 +1,6 @@
 """Real Valkey and Redis servers for tests, each in its own process and directory, on ports that the kernel chose."""
 
 import contextlib
-import shutil
 import signal
 import socket
 import subprocess
@@ -111,10 +110,6 @@ def _whole(client: valkey.Valkey, nodes: int) -> bool:
     info = client.execute_command("CLUSTER INFO")
     text = info if isinstance(info, dict) else dict(line.split(":", 1) for line in info.decode().split())
     return text["cluster_state"] == "ok" and int(text["cluster_known_nodes"]) == nodes
-
-
-def redis_with_tls() -> str | None:
-    return shutil.which("redis-server")
 
 
 def open_tier(url: str, metrics: Metrics | None = None, **more: object) -> RemoteTier:

@@ -157,23 +157,24 @@ def match(ns: str, keys: Sequence[bytes], *, lossy: bool, depth: int = 0) -> Cal
     """The leading run, by chain keys."""
     return Call(
         "POST",
-        _blocks(ns, "match"),
+        "/v1/match",
         read_json(lambda told: Match(tuple(told["tiers"]), tuple(keys))),
         headers=_JSON,
-        body=_json({"keys": _hex(keys), "lossy": lossy, "depth": depth}),
+        body=_json({"namespace": ns, "keys": _hex(keys), "lossy": lossy, "depth": depth}),
     )
 
 
 def match_tokens(ns: str, tokens: Sequence[int], extras: Mapping[int, bytes] | None, *, lossy: bool) -> Call[Match]:
     """The leading run, by token ids."""
     asked = {
+        "namespace": ns,
         "tokens": [int(token) for token in tokens],
         "extras": {str(at): extra.hex() for at, extra in (extras or {}).items()},
         "lossy": lossy,
     }
     return Call(
         "POST",
-        _blocks(ns, "match"),
+        "/v1/match",
         read_json(lambda told: Match(tuple(told["tiers"]), tuple(bytes.fromhex(key) for key in told["keys"]))),
         headers=_JSON,
         body=_json(asked),

@@ -5,7 +5,7 @@ holds of an extent = its reservation, or being its node's current version
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from typing import NamedTuple, TypeVar
 
@@ -520,6 +520,10 @@ class RecordTable:
         """Remove what is there of these keys, with descendants; returns how many records went."""
         # A key may have gone as a descendant of an earlier one.
         return sum(self.drop(node) for key in keys if (node := self.nodes.get(key)) is not None)
+
+    def keys_in(self, spaces: Collection[int] | None) -> list[bytes]:
+        """Of what is there in these namespaces; None: in all."""
+        return [key for key, node in self.nodes.items() if spaces is None or node.extent.ref.ns in spaces]
 
     def check(self) -> None:
         """Verify every invariant.

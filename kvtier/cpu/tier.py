@@ -63,7 +63,7 @@ class HostTier:
         TierUnavailable: the kernel refuses the memory.
     """
 
-    caps = TierCaps(align=PAGE)
+    caps = TierCaps(align=PAGE, listing=True)
 
     def __init__(
         self,
@@ -132,9 +132,8 @@ class HostTier:
             return self._finish([Status.TIMEOUT] * len(keys))
         with self._state():
             handles = self._table.lease(keys, owner, exact=exact, renew=not owner.startswith(OWN_WORK))
-        good = len(handles)
-        self._count_asked(len(keys), good, owner)
-        return self._finish([Status.OK] * good + [Status.MISS] * (len(keys) - good), handles)
+        self._count_asked(len(keys), len(handles), owner)
+        return self._finish([Status.OK] * len(handles) + [Status.MISS] * (len(keys) - len(handles)), handles)
 
     def _count_asked(self, asked: int, found: int, owner: Owner) -> None:
         if counted(owner):
@@ -260,8 +259,7 @@ class HostTier:
         """
         wanted = [NO_HINT] * len(refs) if hints is None else hints
         check_records(refs, sizes, fmts, wanted)
-        with self._lock:
-            self._require_open()
+        with self._state():
             evicted = self._table.evicted
             try:
                 results = self._table.reserve(refs, sizes, fmts, owner, wanted)
@@ -278,9 +276,8 @@ class HostTier:
     def write(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         """See `Tier.write`."""
         check_buffers(items, writable=False)
-        start = time.perf_counter()
-        statuses = self._fill([handle for handle, _ in items], [data for _, data in items], None, deadline)
-        self._seconds["write"].observe(time.perf_counter() - start)
+        with self._timed("write"):
+            statuses = self._fill([handle for handle, _ in items], [data for _, data in items], None, deadline)
         return self._finish(statuses)
 
     def seal(self, handles: Sequence[Handle], checksums: Sequence[bytes] | None = None) -> None:
@@ -300,8 +297,7 @@ class HostTier:
         deadline: float | None,
     ) -> list[Status]:
         """Copy each source (None: the bytes are in place already) and checksum the record, unless it is known."""
-        with self._lock:
-            self._require_open()
+        with self._state():
             reserved = self._table.require(handles, Extent)
             for extent in reserved:
                 extent.checksum = b""
@@ -377,8 +373,7 @@ class HostTier:
     def refs(self, keys: Sequence[bytes]) -> list[BlockRef | None]:
         """See `GatewayTier.refs`."""
         with self._state():
-            nodes = [self._table.nodes.get(key) for key in keys]
-            return [None if node is None else node.extent.ref for node in nodes]
+            return [None if (node := self._table.nodes.get(key)) is None else node.extent.ref for key in keys]
 
     def coldest(self, count: int) -> list[bytes]:
         """Keys of up to `count` records that would be evicted next, in that order. None is."""
@@ -447,6 +442,12 @@ class HostTier:
         with self._lock:
             return {ns: (records, nbytes) for ns, (records, nbytes) in self._table.usage.items()}
 
+    def listed(self, ns: int) -> Iterator[list[bytes]]:
+        """See `ListingTier.listed`."""
+        with self._state():
+            found = self._table.keys_in((ns,))
+        yield found
+
     # ---- removal
 
     def remove(self, keys: Sequence[bytes]) -> Ticket:
@@ -465,8 +466,7 @@ class HostTier:
         return self._finish([Status.OK])
 
     def _drop_namespaces(self, spaces: frozenset[int] | None, reason: str) -> None:
-        nodes = self._table.nodes.items()
-        self._table.drop_keys([key for key, node in nodes if spaces is None or node.extent.ref.ns in spaces])
+        self._table.drop_keys(self._table.keys_in(spaces))
         changes = self._table.changes
         if self._events is not None and changes is not None:
             # A descendant in another namespace, which a wrong ref can make, is told by itself.

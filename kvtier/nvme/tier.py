@@ -15,7 +15,7 @@ durable=True                    every commit            every commit: bytes are 
 `flush` makes everything committed so far safe on the disk, but only a clean close says so in the directory.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from kvtier.nvme.checking import check_directory
 from kvtier.nvme.counting import Counts
 from kvtier.nvme.extents import PAGE
 from kvtier.nvme.io import BlockIO
+from kvtier.nvme.ledger import Record
 from kvtier.nvme.opening import NvmeOptions, close_directory, open_directory, sync_directory
 from kvtier.nvme.reading import Reader
 from kvtier.nvme.repairing import repair_directory
@@ -72,7 +73,7 @@ class NvmeTier:
         CapacityError, ConfigError, TierUnavailable: see `open_directory`.
     """
 
-    caps = TierCaps(variable_size=True, durable=True, shared=True, align=PAGE, metered=True)
+    caps = TierCaps(variable_size=True, durable=True, shared=True, align=PAGE, metered=True, listing=True)
 
     def __init__(
         self,
@@ -194,15 +195,31 @@ class NvmeTier:
         with self._index.read() as ledger:
             absent = ledger.numbers(namespaces)
         found: set[int] = set()
+        if absent:
+            for page in self._records():
+                there = absent.keys() & {record.ns for _, record in page}
+                found.update(absent.pop(number) for number in there)
+                if not absent:
+                    break
+        return found
+
+    def listed(self, ns: int) -> Iterator[list[bytes]]:
+        """See `ListingTier.listed`. Reads the whole index where the namespace had a block once."""
+        self._holds.require_open()
+        with self._index.read() as ledger:
+            numbers = ledger.numbers((ns,))
+        if numbers:
+            for page in self._records():
+                yield [key for key, record in page if record.ns in numbers]
+
+    def _records(self) -> Iterator[list[tuple[bytes, Record]]]:
+        """All records by key, some at a time: no transaction lasts for long."""
         start = bytes(STORE_KEY_BYTES)
-        while start and absent:
-            # Some at a time: no transaction lasts for long.
+        while start:
             with self._index.read() as ledger:
                 page = list(islice(ledger.records(start), DROPS))
-            there = absent.keys() & {record.ns for _, record in page}
-            found.update(absent.pop(number) for number in there)
+            yield page
             start = page[-1][0] + b"\0" if len(page) == DROPS else b""
-        return found
 
     # ---- the whole
 

@@ -194,7 +194,7 @@ class Reader:
             try:
                 with state.lock:
                     ended = state.holds.unhold(handles)
-                state.remove_later(ended)
+                state.removals.add(ended)
                 good = [h.nbytes for h, status in zip(handles, statuses, strict=True) if status is Status.OK]
                 self._counts.read(sum(good))
                 self._counts.met("timeout", statuses.count(Status.TIMEOUT))
@@ -251,7 +251,7 @@ class Reader:
                 return
             leased = self._state.holds.require(handles, leased=True)
             ended = self._state.holds.end_leases(leased)
-        self._state.remove_later(ended)
+        self._state.removals.add(ended)
 
 
 def _batches(keys: Sequence[bytes], run: int) -> Iterator[Sequence[bytes]]:

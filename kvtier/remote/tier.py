@@ -16,12 +16,13 @@ hanging            the call that waits: TIMEOUT, connection dropped    the store
 full               the reply to a write                                FULL without sending a byte, for a second
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.hints import Hint
+from kvtier.keys import STORE_KEY_BYTES
 from kvtier.metrics import Metrics
 from kvtier.remote.backend import Backend, BackendStats
 from kvtier.remote.batches import Movers
@@ -107,7 +108,13 @@ class RemoteTier:
         options = options or RemoteOptions()
         self.name = name
         self.caps = TierCaps(
-            variable_size=True, durable=backend.durable, shared=True, run=backend.run, remote=True, probe=options.probe
+            variable_size=True,
+            durable=backend.durable,
+            shared=True,
+            run=backend.run,
+            remote=True,
+            probe=options.probe,
+            listing=True,
         )
         self._options = options
         self._backend = backend
@@ -174,13 +181,17 @@ class RemoteTier:
         with self._state.lock:
             leases, reservations = self._state.holds.of_owner(owner)
             ended = self._state.holds.end_leases(leases)
-        self._state.remove_later(ended)
+        self._state.removals.add(ended)
         self._writer.abort(reservations)
 
     # ---- removal
 
     def remove(self, keys: Sequence[bytes]) -> Ticket:
-        """See `Tier.remove`. Descendants become unreachable for `acquire` now, and leave when the other side likes."""
+        """See `Tier.remove`. Descendants become unreachable for `acquire` now, and leave when the other side likes.
+
+        A record that this process leases goes once it does not; where the other side fails then, it stays out of sight
+        for this process and is removed when the other side can.
+        """
         self._state.require_open()
         names = [record_name(key, exact=exact) for key in keys for exact in (True, False)]
         gone = self._remove(names)
@@ -188,18 +199,20 @@ class RemoteTier:
         return self._state.completions.finish(Ticket(), statuses)
 
     def _remove(self, names: Sequence[bytes]) -> list[bool]:
-        """Remove records, those that this process leases as soon as it does not; which of them were there."""
+        """Remove records, leased ones as soon as they are not; which of them this process saw, and were there."""
         holds, lock = self._state.holds, self._state.lock
         with lock:
-            wanted = [name for name in dict.fromkeys(names) if not (holds.hides(name) or holds.being_written(name))]
+            wanted = [name for name in dict.fromkeys(names) if not holds.being_written(name)]
+            seen = {name for name in wanted if not holds.is_doomed(name)}
             free = holds.doom(wanted)
-        leased = set(wanted).difference(free)
+        spared: Iterable[bytes] = seen.intersection(free)
         try:
             answers = self._backend.remove(free, self._state.movers.limit(None)) if free else []
+            spared = free
         finally:
             with lock:
-                holds.spare(free)
-        there = leased | {name for name, was in zip(free, answers, strict=True) if was}
+                holds.spare(spared)
+        there = seen.difference(free) | {name for name, was in zip(free, answers, strict=True) if was and name in seen}
         return [name in there for name in names]
 
     def clear(self, ns: int | Collection[int] | None = None) -> Ticket:
@@ -209,17 +222,25 @@ class RemoteTier:
         """
         self._state.require_open()
         wanted = namespaces_in(ns)
-        for names in self._backend.names(self._state.movers.limit(None) + _CLEAR_SECONDS):
-            if wanted is not None:
-                heads = self._backend.heads(names, self._state.movers.limit(None))
-                spaces = [unpack(name, head or b"") for name, head in zip(names, heads, strict=True)]
-                names = [  # noqa: PLW2901
-                    name
-                    for name, space in zip(names, spaces, strict=True)
-                    if space is not None and space.ref.ns in wanted
-                ]
+        for names in self._names(wanted):
             self._remove(names)
         return self._state.completions.finish(Ticket(), [Status.OK])
+
+    def listed(self, ns: int) -> Iterator[list[bytes]]:
+        """See `ListingTier.listed`. Asks every record which namespace it is in; whoever wrote it."""
+        self._state.require_open()
+        for names in self._names({ns}):
+            yield [name[:STORE_KEY_BYTES] for name in names]
+
+    def _names(self, spaces: Collection[int] | None) -> Iterator[list[bytes]]:
+        """All records of these namespaces (None: of all), in batches."""
+        for names in self._backend.names(self._state.movers.limit(None) + _CLEAR_SECONDS):
+            if spaces is None:
+                yield names
+                continue
+            heads = self._backend.heads(names, self._state.movers.limit(None))
+            envelopes = zip(names, map(unpack, names, [head or b"" for head in heads]), strict=True)
+            yield [name for name, envelope in envelopes if envelope is not None and envelope.ref.ns in spaces]
 
     # ---- the whole
 
@@ -233,7 +254,7 @@ class RemoteTier:
         Of this process: leases, reservations.
         """
         self._state.require_open()
-        self._state.settle(self._options.timeout)
+        self._state.removals.settle(self._options.timeout)
         with suppress(TierError):
             self._latest = self._backend.stats(self._state.movers.limit(None))
         latest, capacity = self._latest, self._latest.capacity_bytes or self._options.capacity_bytes
@@ -251,7 +272,8 @@ class RemoteTier:
     def flush(self) -> None:
         """See `Tier.flush`: what is committed is on the other side; how safe it is there is set up there."""
         self._state.require_open()
-        self._state.settle(self._options.timeout)
+        self._state.removals.retry()
+        self._state.removals.settle(self._options.timeout)
 
     def close(self) -> None:
         """See `Tier.close`. Ends all holds; waits as long as the limit of what is under way."""
@@ -260,4 +282,5 @@ class RemoteTier:
                 return
             self._state.holds.closed = True
         self._state.movers.close()
+        self._state.removals.close()
         self._backend.close()

@@ -222,7 +222,7 @@ class Writer:
                     aborted.append(handle)
             ended = self._state.holds.doom(self._removable(aborted))
         self._counts.met("timeout", statuses.count(Status.TIMEOUT))
-        self._state.remove_later(ended)
+        self._state.removals.add(ended)
 
     # ---- ends
 
@@ -241,7 +241,7 @@ class Writer:
                 superfluous += left if completes_run(handle.ref, self._backend.run) else []
             ended = state.holds.doom(superfluous)
         state.absent.discard(handle.name for handle in reserved)
-        state.remove_later(ended)
+        state.removals.add(ended)
         self._counts.written(sum(handle.nbytes for handle in reserved))
 
     def abort(self, handles: Sequence[Handle]) -> None:
@@ -257,7 +257,7 @@ class Writer:
                     if handle.head and not handle.moves:
                         written.append(handle)
             ended = state.holds.doom(self._removable(written))
-        state.remove_later(ended)
+        state.removals.add(ended)
 
 
 def _check_records(refs: Sequence[BlockRef], sizes: Sequence[int], fmts: Sequence[str]) -> None:

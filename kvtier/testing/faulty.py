@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 from weakref import WeakSet
@@ -31,6 +31,7 @@ from kvtier.tiers import (
     Done,
     Full,
     Handle,
+    ListingTier,
     MeteredTier,
     Owner,
     RegionShare,
@@ -267,6 +268,10 @@ class FaultyTier:
     def ahead(self, bytes_per_day: int) -> float:
         """See `MeteredTier.ahead`; only if the other tier is one. Never fails."""
         return cast("MeteredTier", self._inner).ahead(bytes_per_day)
+
+    def listed(self, ns: int) -> Iterator[list[bytes]]:
+        """See `ListingTier.listed`; only if the other tier is one. Never fails."""
+        return cast("ListingTier", self._inner).listed(ns)
 
     def flush(self) -> None:
         """See `Tier.flush`."""

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from typing import cast
 
 from kvtier.formats import fidelity, names
 from kvtier.metrics import Metrics
@@ -10,7 +11,7 @@ from kvtier.testing.blocks import chain_refs, content, load, put, raises_lease_e
 from kvtier.testing.tier_case import WAIT, TierCase
 from kvtier.testing.tier_eviction import EvictionSuite
 from kvtier.testing.tier_hints import HintSuite
-from kvtier.tiers import BlockRef, Exists, Handle, Status, Ticket, Tier
+from kvtier.tiers import BlockRef, Exists, Handle, ListingTier, Status, Ticket, Tier
 
 __all__ = ["OpenTierSuite", "TierSuite"]
 
@@ -185,6 +186,21 @@ class OpenTierSuite(TierCase):
             self._assert_loads(tier, chains[1])
             assert tier.clear(()).wait(WAIT).statuses == (Status.OK,)
             self._assert_loads(tier, chains[1])
+
+    def test_what_a_namespace_has_is_listed(self) -> None:
+        one, two = chain_refs(5, salt="one"), chain_refs(3, salt="two", exact=False)
+        with self._tier() as tier:
+            if not tier.caps.listing:
+                return
+            self._put(tier, one)
+            self._put(tier, two)
+            assert tier.remove([one[-1].key]).wait(WAIT).statuses == (Status.OK,)
+            reserved = self._reserved(tier, chain_refs(1, seed=9, salt="one"))
+            for refs in (one[:-1], two):
+                listed = [key for keys in cast(ListingTier, tier).listed(refs[0].ns) for key in keys]
+                assert set(listed) == {ref.key for ref in refs}
+            assert not any(cast(ListingTier, tier).listed(chain_refs(1, salt="three")[0].ns))
+            tier.abort(reserved)
 
     def test_past_deadline_is_timeout_without_side_effects(self) -> None:
         refs = chain_refs(3)

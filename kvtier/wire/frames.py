@@ -53,6 +53,7 @@ class Opcode(enum.IntEnum):
     LEASE = 18
     RELEASE = 19
     STAGE = 20
+    LIST = 21
 
 
 class Flag(enum.IntEnum):

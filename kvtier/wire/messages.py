@@ -33,6 +33,8 @@ __all__ = [
     "Lease",
     "Leased",
     "Limits",
+    "List",
+    "Listed",
     "Match",
     "MatchTokens",
     "Matched",
@@ -277,6 +279,18 @@ class Deleted(_Answer, frozen=True):
     deleted: int
 
 
+class List(_Request, frozen=True):
+    """All blocks of a namespace, answer by answer. Those that come and go meanwhile may be missing, or come twice."""
+
+    ns: str
+
+
+class Listed(_Answer, frozen=True):
+    """The first 16 bytes of the chain keys of some blocks whose part 0 is in any tier."""
+
+    keys: bytes = b""
+
+
 # ---- what is known of blocks
 
 
@@ -457,6 +471,7 @@ REQUESTS: Mapping[Opcode, type[msgspec.Struct]] = {
     Opcode.LEASE: Lease,
     Opcode.RELEASE: Release,
     Opcode.STAGE: Stage,
+    Opcode.LIST: List,
 }
 ANSWERS: Mapping[Opcode, type[msgspec.Struct]] = {
     Opcode.HELLO: Welcome,
@@ -479,6 +494,7 @@ ANSWERS: Mapping[Opcode, type[msgspec.Struct]] = {
     Opcode.LEASE: Leased,
     Opcode.RELEASE: Done,
     Opcode.STAGE: Outcomes,
+    Opcode.LIST: Listed,
 }
 
 _T = TypeVar("_T", bound=msgspec.Struct)

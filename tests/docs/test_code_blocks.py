@@ -6,7 +6,6 @@ A block that is not run says why, and is counted in `SKIPPED`, so that nobody sk
 import json
 import os
 import re
-import shutil
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 from doc_blocks import LANGUAGES, PAGES, ROOT, Block, blocks_of
 from doc_model import loading_once
 from doc_sandbox import Preloaded, Sandbox
+from programs import program
 
 from kvtier import api
 from kvtier.config import load_config, settings
@@ -110,9 +110,10 @@ RUNNING = [page for page, blocks in BLOCKS.items() if any(block.runs for block i
 
 @pytest.mark.model
 @pytest.mark.timeout(300)  # several servers, on a machine that others use, too
-@pytest.mark.skipif(not all(map(shutil.which, ("bash", "curl"))), reason="bash and curl are not both here")
 @pytest.mark.parametrize("page", RUNNING, ids=name)
 def test_page_runs(page: Path, sandbox: Sandbox) -> None:
+    program("bash", "apt-get install bash")
+    program("curl", "apt-get install curl")
     printed = ""
     for block in BLOCKS[page]:
         if block.runs:

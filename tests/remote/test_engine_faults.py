@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from daemon_world import Nursery, nursery
 from kvtier_engine import connect, namespace_of
-from objects_world import ObjectServer, S3Server, SeaweedServer, weed
+from objects_world import ObjectServer, S3Server, SeaweedServer
 from patience import until
 from rigs_world import PATIENCE, SLACK, ObjectsRig, PeerRig, Rig, ValkeyRig
 from tiny_model import tiny_model
@@ -185,7 +185,7 @@ def moto() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="module")
 def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
-    server = SeaweedServer(weed(), tmp_path_factory.mktemp("seaweedfs"))
+    server = SeaweedServer(tmp_path_factory.mktemp("seaweedfs"))
     yield server
     server.kill()
 

@@ -1,11 +1,11 @@
-"""The same on a second S3 server, SeaweedFS: slow to start, so only where KVTIER_SEAWEEDFS=1 asks for it."""
+"""The same on a second S3 server, SeaweedFS."""
 
 import contextlib
 from collections.abc import Iterator
 from itertools import count
 
 import pytest
-from objects_world import SeaweedServer, flip, weed
+from objects_world import SeaweedServer, flip
 
 from kvtier.config.remote import RemoteSettings
 from kvtier.metrics import Metrics
@@ -19,7 +19,7 @@ _folders = count()
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
-    running = SeaweedServer(weed(), tmp_path_factory.mktemp("seaweedfs"))
+    running = SeaweedServer(tmp_path_factory.mktemp("seaweedfs"))
     yield running
     # It does not end on SIGTERM.
     running.kill()

@@ -11,7 +11,6 @@ from kvtier.config.remote import RemoteSettings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.metrics import Metrics
 from kvtier.remote import RemoteTier, open_remote
-from kvtier.remote.peer import PeerBackend
 from kvtier.service.cache import Scope, Tokens
 from kvtier.testing import OpenTierSuite
 from kvtier.testing.blocks import chain_refs, load, put
@@ -37,17 +36,7 @@ class TestPeerTier(OpenTierSuite):
         return f"kvtier://{self._service.data_address}"
 
     def make_tier(self, capacity_bytes: int, metrics: Metrics) -> RemoteTier:
-        tier = open_remote(RemoteSettings(url=self.url(), absent_ttl=0, timeout=5), metrics)
-        backend = tier._backend
-        assert isinstance(backend, PeerBackend)
-
-        def names(_: float) -> Iterator[list[bytes]]:
-            for kind, ns in backend._namespaces.items():
-                yield [key + kind for key in self._service.keys(ns)]
-
-        # A service does not list its blocks; this one, in the same process, is looked into.
-        backend.names = names  # type: ignore[method-assign]
-        return tier
+        return open_remote(RemoteSettings(url=self.url(), absent_ttl=0, timeout=5), metrics)
 
     def corrupt(self, tier: Tier, key: bytes) -> None:
         self._service.damage(key)
@@ -67,12 +56,16 @@ def shut(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, st
         yield service, secret
 
 
-def test_a_service_does_not_list_its_blocks(shut: tuple[Service, str], tmp_path: Path) -> None:
+def test_a_token_in_a_file_opens_it(shut: tuple[Service, str], tmp_path: Path) -> None:
     service, secret = shut
     (tmp_path / "token").write_text(f"{secret}\n")
+    refs = chain_refs(3)
     tier = open_remote(RemoteSettings(url=f"kvtier://{service.data_address}", token_file=tmp_path / "token"))
-    with contextlib.closing(tier), pytest.raises(TierUnavailable, match=r"clear the namespaces tier\.\w+\.exact"):
+    with contextlib.closing(tier):
+        put(tier, refs, 4096)
+        assert {key for keys in tier.listed(refs[0].ns) for key in keys} == {ref.key for ref in refs}
         tier.clear()
+        assert [status for status, _ in load(tier, [ref.key for ref in refs])] == [Status.MISS] * 3
 
 
 def test_a_service_that_refuses_is_told_at_once_and_one_that_is_not_there_may_come(

@@ -1,4 +1,4 @@
-"""A cache service over another one, a process of its own, that cannot do what is asked of it."""
+"""A cache service over another one, a process of its own: what goes here goes there, and what does not is told."""
 
 import contextlib
 import signal
@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cache_world import OPAQUE, chain, data, open_cache, put, read
+from cache_world import OPAQUE, blocks, chain, data, open_cache, put, read
 from daemon_world import Daemon, nursery
 from patience import came_true
 
-from kvtier.service.cache import LOCAL, Cache, ServiceError
+from kvtier.client.errors import Invalid
+from kvtier.remote.peer.link import Link
+from kvtier.service.cache import LOCAL, Cache, NamespaceSpec, PutOutcome, ServiceError
 
 KEYS = chain(3)
 
@@ -32,17 +34,44 @@ def cache(daemon: Daemon, tmp_path: Path) -> Iterator[Cache]:
         yield cache
 
 
-def test_what_a_peer_cannot_clear_is_said_and_what_it_can_delete_goes(cache: Cache) -> None:
+def test_a_namespace_is_cleared_and_dropped_and_others_under_the_prefix_stay(cache: Cache) -> None:
+    other = NamespaceSpec("other", None)
+    cache.create_namespace(LOCAL, other)
+    lossy = [block._replace(exact=False) for block in blocks(chain(2, "lossy"))]
+    many = chain(100, "many")
     for removal in (cache.clear_namespace, cache.drop_namespace):
-        with pytest.raises(ServiceError, match=r"blocks remain in remote .* clear the namespaces tier\.\w+") as caught:
+        assert cache.put(LOCAL, OPAQUE.name, lossy).result(10) == [PutOutcome.STORED] * 2
+        for at in range(0, 100, 10):
+            put(cache, many[at : at + 10])
+            cache.flush()
+        put(cache, KEYS, ns=other.name)
+        cache.flush()
+        assert cache.match(LOCAL, OPAQUE.name, many[:1]) == ("remote",)
+        removal(LOCAL, OPAQUE.name)
+        cache.create_namespace(LOCAL, OPAQUE)
+        for keys in (KEYS, many, many[90:], chain(2, "lossy")):
+            assert cache.match(LOCAL, OPAQUE.name, keys, lossy=True) == ()
+        assert read(cache, KEYS, ns=other.name) == [data(key) for key in KEYS]
+
+
+def test_what_is_deleted_by_key_goes(cache: Cache) -> None:
+    assert read(cache, KEYS) == [data(key) for key in KEYS]
+    assert cache.delete(LOCAL, OPAQUE.name, KEYS) == 3
+    assert read(cache, KEYS) == []
+
+
+def test_an_older_peer_that_lists_nothing_is_told(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> list[bytes]:
+        raise Invalid("opcode 21 with flags 0: no request of version 1", 400, "invalid", None)
+
+    monkeypatch.setattr(Link, "listed", refuse)
+    for removal in (cache.clear_namespace, cache.drop_namespace):
+        with pytest.raises(ServiceError, match=r"blocks remain in remote .* no request of version 1") as caught:
             removal(LOCAL, OPAQUE.name)
         assert (caught.value.code, caught.value.status) == ("unavailable", 503)
         # Not gone, and not said to be.
         assert [info.spec.name for info in cache.namespaces(LOCAL)] == [OPAQUE.name]
-        assert cache.match(LOCAL, OPAQUE.name, KEYS) == ("remote",) * 3
     assert read(cache, KEYS) == [data(key) for key in KEYS]
-    assert cache.delete(LOCAL, OPAQUE.name, KEYS) == 3
-    assert read(cache, KEYS) == []
 
 
 def test_what_a_frozen_peer_keeps_is_told(cache: Cache, daemon: Daemon) -> None:

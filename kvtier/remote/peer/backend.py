@@ -40,8 +40,9 @@ _T = TypeVar("_T")
 
 _EXACT = record_name(b"", exact=True)
 _NO_PARENT = bytes(STORE_KEY_BYTES)
-# Small questions that are on their way at a time: their answers fit into a socket's memory.
-_UNDER_WAY = 64
+# A list of all records comes at once. To tell the envelopes of some of them the service brings these to host memory.
+_LIST_SECONDS = 60.0
+_LISTED = 64
 _STORED = {"stored": Stored.OK, "exists": Stored.EXISTS, "dropped": Stored.FULL}
 
 
@@ -133,15 +134,12 @@ class PeerBackend:
     # ---- the whole
 
     def names(self, deadline: float) -> Iterator[list[bytes]]:
-        """A service does not list its blocks.
-
-        Raises:
-            TierUnavailable: always, with the namespaces that can be cleared there, for all who share the prefix.
-        """
-        spaces = " and ".join(self._namespaces.values())
-        raise TierUnavailable(
-            f"{self.name} does not list its blocks: clear the namespaces {spaces} there, or delete keys"
-        )
+        """See `Backend.names`."""
+        for kind, ns in self._namespaces.items():
+            limit = min(deadline, time.monotonic() + _LIST_SECONDS)
+            keys = self._asked(partial(Link.listed, ns=ns, deadline=limit), [], limit)
+            for start in range(0, len(keys), _LISTED):
+                yield [key + kind for key in keys[start : start + _LISTED]]
 
     def stats(self, deadline: float) -> BackendStats:
         """See `Backend.stats`: of the token's tenant, all of its tiers together."""

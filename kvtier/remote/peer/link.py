@@ -21,7 +21,8 @@ from kvtier.keys import STORE_KEY_BYTES
 from kvtier.remote.backend import Fetch
 from kvtier.remote.envelope import ENVELOPE_BYTES
 from kvtier.wire.frames import Opcode
-from kvtier.wire.messages import Delete, Get, Got, Match
+from kvtier.wire.messages import Delete, Get, Got, List, Listed, Match
+from kvtier.wire.packing import unpack_keys
 
 __all__ = ["Link"]
 
@@ -64,6 +65,17 @@ class Link:
                 for turn in turns:
                     pipeline.abandon(turn)
         return answers
+
+    def listed(self, ns: str, deadline: float) -> list[bytes]:
+        """Keys of all records, once each."""
+        keys: dict[bytes, None] = {}
+
+        def take(incoming: Incoming) -> None:
+            while incoming.more:
+                keys.update(dict.fromkeys(unpack_keys(incoming.head(Listed).keys, STORE_KEY_BYTES)))
+
+        self.pipeline.finish(self.pipeline.begin(Opcode.LIST, List(ns), (), deadline), take)
+        return list(keys)
 
     def heads(self, ns: str, keys: Sequence[bytes], deadline: float) -> list[bytes | None]:
         """The first bytes of each record, as many as an envelope has; None: it is not there."""

@@ -6,7 +6,7 @@ tenant          one store per tenant; quotas: its share; state: what must outliv
 namespaces      what clients name blocks in, and what that is in a store; leaving: those that ended
 reading, reads  blocks held in host, to be sent without a copy, and how they get there
 records, puts   blocks to be put, their outcomes, and their checks; pins and prefetches, kept in holding
-inflight        how many bytes calls hold
+inflight        how many bytes calls hold; places: how many connections tenants have
 events          block events in the names that callers use
 calls           what is under way; telemetry, stats: how it went; traffic: of blocks; figures: who may see it;
                 history: how it went over time
@@ -18,6 +18,7 @@ from kvtier.service.cache.callers import DEFAULT_TENANT, LOCAL, PROCESS, Caller,
 from kvtier.service.cache.errors import STATUSES, Code, ServiceError
 from kvtier.service.cache.history import LONGEST_SECONDS, HistoryInfo, TierHistory
 from kvtier.service.cache.namespaces import NamespaceInfo, NamespaceSpec, layout_as_data, layout_from_data
+from kvtier.service.cache.places import Places
 from kvtier.service.cache.reading import Found, Reading
 from kvtier.service.cache.records import BlockPut, PinInfo, PrefetchInfo, PutOutcome
 from kvtier.service.cache.stats import NamespaceStats, ServiceStats, TenantStats, TierFlow, TrafficStats, VerbStats
@@ -39,6 +40,7 @@ __all__ = [
     "NamespaceSpec",
     "NamespaceStats",
     "PinInfo",
+    "Places",
     "PrefetchInfo",
     "PutOutcome",
     "Reading",

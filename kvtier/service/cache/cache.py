@@ -2,13 +2,12 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Self
 
 from kvtier.config import ServiceSettings, TieringSettings
-from kvtier.errors import ConfigError
 from kvtier.hints import Hint, RequestHints
 from kvtier.keys import KEY_SCHEME, Chain
 from kvtier.service.cache.administration import Administration
@@ -94,12 +93,7 @@ class Cache:
             TierUnavailable: a directory that cannot be opened, or is another process's.
         """
         quotas = read_quotas(settings, tiering)
-        if settings.state is None and (tiering.nvme is not None or tiering.remote is not None):
-            raise ConfigError(
-                "service.state = none: what a tier keeps beyond this process is only found again with the tenants' "
-                "secrets; name a directory for them"
-            )
-        state = StateDirectory(settings.state)
+        state = StateDirectory.open(settings, tiering)
         tenants: dict[str, Tenant] = {}
         try:
             for name, quota in quotas.items():
@@ -403,6 +397,15 @@ class Cache:
             tenant.store.delete(stored)
             return sum(any(names[at : at + space.parts]) for at in range(0, len(names), space.parts))
 
+    def listed(self, caller: Caller, ns: str) -> Iterator[list[bytes]]:
+        """See `Tenant.listed`. Scope write, as of `clear_namespace`: a reader is not told what it cannot name itself.
+
+        Raises:
+            ServiceError: forbidden, unknown_namespace; unavailable: a tier cannot say.
+        """
+        with self._calls.call("listed", caller):
+            yield from Tenant.listed(*self._space(caller, Scope.WRITE, ns))
+
     # ---- what is known of blocks
 
     def pin(self, caller: Caller, ns: str, keys: Sequence[bytes], ttl: float) -> PinInfo:
@@ -593,8 +596,5 @@ class Cache:
 
     def _gauges(self) -> Iterable[Gauge]:
         yield Gauge("kvtier_service_draining", "1 while new calls are refused", {}, self._calls.draining)
-        for name, tenant in self._tenants.items():
-            of = {"tenant": name}
-            yield Gauge("kvtier_service_leases", "Readings that are open or under way", of, tenant.leases)
-            yield Gauge("kvtier_service_inflight_bytes", "Bytes that calls hold", of, tenant.inflight.nbytes)
-            yield Gauge("kvtier_service_pins", "Pins that are not over", of, tenant.pins.count)
+        for tenant in self._tenants.values():
+            yield from tenant.gauges()

@@ -12,8 +12,9 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from kvtier.config import ServiceSettings, TieringSettings
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.service.cache.errors import ServiceError
 from kvtier.service.cache.files import replace_file
@@ -63,6 +64,20 @@ class StateDirectory:
             raise TierUnavailable(f"service.state = {path}: another cache service uses it: stop that one") from error
         except OSError as error:
             raise ConfigError(f"service.state = {path}: {error.strerror}: name a directory of your own") from error
+
+    @classmethod
+    def open(cls, settings: ServiceSettings, tiering: TieringSettings) -> Self:
+        """The directory of a service with these tiers.
+
+        Raises:
+            ConfigError: it has none, and a tier outlives the process; or see above, as of TierUnavailable.
+        """
+        if settings.state is None and (tiering.nvme is not None or tiering.remote is not None):
+            raise ConfigError(
+                "service.state = none: what a tier keeps beyond this process is only found again with the tenants' "
+                "secrets; name a directory for them"
+            )
+        return cls(settings.state)
 
     def load(self, tenant: str) -> TenantState:
         """What is known of a tenant; a new one gets a secret, which is kept before it is used.

@@ -3,15 +3,17 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from kvtier.config import ServiceSettings, TieringSettings
 from kvtier.errors import ConfigError
 from kvtier.events import EventLog
+from kvtier.keys import store_keys
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeTier
 from kvtier.policies import make_policy
@@ -26,8 +28,10 @@ from kvtier.service.cache.reads import Read, ReadRequest
 from kvtier.service.cache.rooms import Rooms
 from kvtier.service.cache.state import StateDirectory, TenantState
 from kvtier.service.cache.stats import NamespaceStats, TenantStats
+from kvtier.service.cache.telemetry import Gauge
 from kvtier.service.cache.traffic import TenantTraffic, flow_of
 from kvtier.store import TieredStore, open_store
+from kvtier.tiers import ListingTier
 
 __all__ = ["Tenant"]
 
@@ -219,6 +223,18 @@ class Tenant:
         """
         self.store.clear(ns=space.indices)
 
+    def listed(self, space: OpenNamespace) -> Iterator[list[bytes]]:
+        """Heads of the chain keys of its blocks whose part 0 is in a tier, in batches; see `ListingTier.listed`.
+
+        Raises:
+            ServiceError: unavailable: a tier cannot say.
+        """
+        for tier in self.store.tiers:
+            if not tier.caps.listing:
+                raise ServiceError("unavailable", f"tier {tier.name} does not list its blocks: use another one")
+            for keys in cast(ListingTier, tier).listed(space.indices[0]):
+                yield store_keys(keys, space.masks[0])
+
     def drop(self, space: OpenNamespace) -> None:
         """Remove a namespace and its blocks.
 
@@ -308,6 +324,13 @@ class Tenant:
             read.abandon()
 
     # ---- the whole
+
+    def gauges(self) -> Iterator[Gauge]:
+        """What it holds for its callers."""
+        of = {"tenant": self.name}
+        yield Gauge("kvtier_service_leases", "Readings that are open or under way", of, self.leases)
+        yield Gauge("kvtier_service_inflight_bytes", "Bytes that calls hold", of, self.inflight.nbytes)
+        yield Gauge("kvtier_service_pins", "Pins that are not over", of, self.pins.count)
 
     def stats(self, sees: Callable[[str], bool], moved: tuple[int, int]) -> TenantStats:
         """What it is doing; of the namespaces, those that the caller sees. moved: bytes in and out."""

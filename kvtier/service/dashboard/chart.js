@@ -172,6 +172,7 @@ export class Chart {
     const { times, series } = this.data;
     const at = this.at ?? times.length - 1;
     say(this.when, this.at === null ? "now" : clock(times[at]));
+    this.when.classList.toggle("now", this.at === null);
     this.legend.replaceChildren(
       ...series.map(({ name, kind, dashed, values }) =>
         el("div", {},

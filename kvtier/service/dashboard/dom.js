@@ -42,7 +42,8 @@ export function bar(share, label, kind = "") {
  * focus and scroll stay where they are.
  *
  * columns: [title, kinds] with kinds of: number; wide; unit: the title is the figure's unit where there is no head;
- * extra: left out on narrow screens, where rows become paragraphs and the head goes. kind: "short": rows of one line.
+ * extra: left out on narrow screens, where rows become paragraphs and the head goes; whose: left out there in what has
+ * the class `alone`. kind: "short": rows of one line.
  * Roles are told, as what is laid out otherwise loses its own.
  */
 export function table(caption, columns, empty, kind = "") {

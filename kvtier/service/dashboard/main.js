@@ -23,13 +23,14 @@ function status(kind, text) {
 
 function firstLines() {
   const secret = token.get() === null ? "" : ' -H "Authorization: Bearer $TOKEN"';
-  const at = `${location.origin}/v1/namespaces`;
+  const api = `${location.origin}/v1`;
+  const blocks = `${api}/namespaces/demo/blocks`;
   return [
-    `curl${secret} ${at} --json '{"name": "demo"}'`,
+    `curl${secret} ${api}/namespaces --json '{"name": "demo"}'`,
     "head -c 262144 /dev/urandom > block",
-    `curl${secret} -T block ${at}/demo/blocks/${KEY}`,
-    `curl${secret} ${at}/demo/blocks:match --json '{"keys": ["${KEY}"]}'`,
-    `curl${secret} -o got ${at}/demo/blocks/${KEY}`,
+    `curl${secret} -T block ${blocks}/${KEY}`,
+    `curl${secret} ${api}/match --json '{"namespace": "demo", "keys": ["${KEY}"]}'`,
+    `curl${secret} -o got ${blocks}/${KEY}`,
   ].join("\n");
 }
 
@@ -132,6 +133,8 @@ byId("range").addEventListener("change", ({ target }) => {
   state.seconds = Number(target.value);
   poll();
 });
+// There is none where the page came over plain HTTP from another machine.
+byId("first-copy").hidden = navigator.clipboard === undefined;
 byId("first-copy").addEventListener("click", async ({ target }) => {
   await navigator.clipboard.writeText(firstLines());
   target.textContent = "Copied";

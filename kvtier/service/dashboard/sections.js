@@ -72,7 +72,7 @@ export class Sections {
   constructor() {
     const bytesColumn = ["In host", "number"];
     this.spaces = table("Namespaces, most bytes in host first",
-      [["Namespace", ""], ["Tenant", "extra"], bytesColumn, ["Share", "wide extra"], ["Blocks", "number extra"],
+      [["Namespace", ""], ["Tenant", "whose"], bytesColumn, ["Share", "wide extra"], ["Blocks", "number extra"],
         ["Put", "number"], ["Read hits", "number"], ["Match hits", "number"]],
       "No namespace yet.");
     this.tenants = table("Tenants, most bytes in host first",
@@ -116,6 +116,7 @@ export class Sections {
   }
 
   showSpaces(tenants) {
+    byId("spaces").classList.toggle("alone", tenants.length < 2);
     const rows = tenants.flatMap(({ name, namespaces }) => namespaces.map((space) => ({ ...space, tenant: name })));
     rows.sort((a, b) => b.host_bytes - a.host_bytes || b.stored_bytes - a.stored_bytes);
     const all = sum(rows, (row) => row.host_bytes);

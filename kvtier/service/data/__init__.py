@@ -6,7 +6,7 @@ session     what a connection has: its caller, its leases, its staging region
 verbs       verbs whose answer is a head
 reading     get and lease, window by window
 writing     put and stage, window by window
-sharing     regions for clients on this machine
+sharing     regions for clients on this machine; listing: which blocks a namespace has
 buffers     memory for bodies, bounded
 """
 

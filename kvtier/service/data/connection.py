@@ -29,7 +29,7 @@ _EVER = 1e9
 # Worth a line also where all went well; what moves blocks has counters.
 _TOLD = (Opcode.CREATE,)
 # Done for their answers alone: where none is wanted, there is nothing to do.
-_FOR_THE_ANSWER = (Opcode.GET, Opcode.LEASE, Opcode.SHARE)
+_FOR_THE_ANSWER = (Opcode.GET, Opcode.LEASE, Opcode.SHARE, Opcode.LIST)
 
 
 class Connection:

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvtier.config import ServiceSettings
 from kvtier.errors import ConfigError
 from kvtier.http.exposure import server_context
-from kvtier.service.cache import Cache, Tokens
+from kvtier.service.cache import Cache, Places, Tokens
 from kvtier.service.data.buffers import BufferPool
 from kvtier.service.data.connection import Connection
 from kvtier.service.data.session import Port
@@ -40,7 +40,8 @@ class DataServer:
 
     def __init__(self, cache: Cache, tokens: Tokens, settings: ServiceSettings) -> None:
         self._settings = settings
-        self._port = Port(cache, tokens, settings, BufferPool(settings.inflight_bytes))
+        places = Places(settings.max_connections)
+        self._port = Port(cache, tokens, settings, BufferPool(settings.inflight_bytes), places)
         self._context = server_context(settings, "service")
         self._listeners: list[socket.socket] = []
         self._acceptors: list[threading.Thread] = []

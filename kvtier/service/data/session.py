@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from kvtier.config import ServiceSettings
 from kvtier.cpu.region import MemoryRegion, round_up
-from kvtier.service.cache import Cache, Caller, Reading, ServiceError, Tokens
+from kvtier.service.cache import Cache, Caller, Places, Reading, ServiceError, Tokens
 from kvtier.service.data.buffers import BufferPool
 from kvtier.wire.packing import PackedKeys, unpack_keys
 
@@ -32,6 +32,7 @@ class Port:
     tokens: Tokens
     settings: ServiceSettings
     buffers: BufferPool
+    places: Places
 
 
 class Session:
@@ -44,7 +45,7 @@ class Session:
         local: whether it came over the Unix socket.
 
     Raises:
-        ServiceError: unauthorized.
+        ServiceError: unauthorized; busy: its tenant has as many connections as it may.
     """
 
     def __init__(self, port: Port, secret: str, owner: str, *, local: bool) -> None:
@@ -63,6 +64,7 @@ class Session:
         self._leases: dict[int, Reading] = {}
         self._named = 0
         self._held = ExitStack()
+        self._held.enter_context(port.places.taken(self._caller.tenant))
 
     @property
     def caller(self) -> Caller:

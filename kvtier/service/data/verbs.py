@@ -16,6 +16,7 @@ from kvtier.service.cache import (
     layout_from_data,
 )
 from kvtier.service.data.exchange import Exchange
+from kvtier.service.data.listing import answer_list
 from kvtier.service.data.reading import answer_get, answer_lease
 from kvtier.service.data.session import Session
 from kvtier.service.data.sharing import answer_share
@@ -171,4 +172,5 @@ HANDLERS: Mapping[Opcode, Handler] = {
     Opcode.PUT: answer_put,
     Opcode.STAGE: answer_stage,
     Opcode.SHARE: answer_share,
+    Opcode.LIST: answer_list,
 }

@@ -5,7 +5,7 @@ blocks     one block; batches: many of them in one stream
 catalogue  namespaces, pins, prefetches, sessions
 admin      figures, tenants, what only admins may do
 events     server-sent events; page: the page for people
-bodies     JSON of requests, answers: of answers; heads: headers of blocks; headers: of requests
+bodies     JSON of requests, answers, statistics: of answers; heads: headers of blocks; headers: of requests
 spec       the OpenAPI document; samples: what its examples show
 guards     token, size and pace of a request; protocol: the same for its connection
 memory     of bodies on their way in; sending: block bytes on their way out

@@ -1,7 +1,7 @@
 """Figures, tenants, and what only admins may do."""
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 
@@ -18,6 +18,7 @@ from kvtier.service.rest.answers import (
 from kvtier.service.rest.bodies import TENANT_PATTERN, CapacityBody, PolicyBody
 from kvtier.service.rest.calls import CallerOf, Service
 from kvtier.service.rest.spec import refusals
+from kvtier.service.rest.statistics import StatsAnswer
 
 __all__ = ["admin_routes", "figure_routes"]
 
@@ -27,9 +28,9 @@ def figure_routes(service: Service) -> APIRouter:
     router, cache = APIRouter(tags=["figures"], dependencies=[service.turn]), service.cache
 
     @router.get("/v1/stats", responses=refusals())
-    def stats(caller: CallerOf) -> dict[str, Any]:
+    def stats(caller: CallerOf) -> StatsAnswer:
         """All figures of the caller's tenant; with the scope admin, of all tenants and of the service."""
-        return cache.stats(caller).as_data()
+        return StatsAnswer.of(cache.stats(caller))
 
     @router.get("/v1/stats/history", responses=refusals("unknown_tenant"))
     def history(
@@ -61,38 +62,42 @@ def admin_routes(service: Service) -> APIRouter:
     """Routes that need the scope admin."""
     router, cache = APIRouter(tags=["admin"], prefix="/v1/admin"), service.cache
 
+    # These two wait for nothing, whatever else admins wait for.
     @router.post("/drain", responses=refusals())
-    def drain(caller: CallerOf) -> StateAnswer:
+    async def drain(caller: CallerOf) -> StateAnswer:
         """Refuse new calls; what runs may end."""
         cache.drain(caller)
         return StateAnswer(status="draining")
 
     @router.post("/resume", responses=refusals())
-    def resume(caller: CallerOf) -> StateAnswer:
+    async def resume(caller: CallerOf) -> StateAnswer:
         """Take calls again."""
         cache.resume(caller)
         return StateAnswer(status="ready")
 
-    @router.post("/flush", status_code=204, responses=refusals("timeout"))
+    waiting = APIRouter(dependencies=[service.admin_turn])
+
+    @waiting.post("/flush", status_code=204, responses=refusals("timeout"))
     def flush(caller: CallerOf) -> None:
         """Make everything that was put as durable as the tiers can."""
         cache.flush(caller)
 
-    @router.post("/compact", responses=refusals("timeout"))
+    @waiting.post("/compact", responses=refusals("timeout"))
     def compact(caller: CallerOf) -> CompactAnswer:
         """Put the NVMe directories in order."""
         return CompactAnswer(tenants=cache.compact(caller))
 
-    @router.post("/capacity", responses=refusals("unknown_tenant", "conflict", body=True))
+    @waiting.post("/capacity", responses=refusals("unknown_tenant", "conflict", body=True))
     def set_capacity(caller: CallerOf, body: CapacityBody) -> CapacityAnswer:
         """Change a tenant's quota; what does not fit any more is evicted."""
         return CapacityAnswer(bytes=cache.set_capacity(caller, body.tenant, body.tier, body.bytes))
 
-    @router.post("/policy", status_code=204, responses=refusals("unknown_tenant", body=True))
+    @waiting.post("/policy", status_code=204, responses=refusals("unknown_tenant", body=True))
     def set_policy(caller: CallerOf, body: PolicyBody) -> None:
         """Change which block leaves a tenant's host tier first."""
         cache.set_policy(caller, body.tenant, body.policy)
 
+    router.include_router(waiting)
     return router
 
 

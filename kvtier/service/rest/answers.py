@@ -4,10 +4,12 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvtier.keys import KEY_SCHEME
 from kvtier.service.cache import NamespaceInfo, PinInfo, PrefetchInfo, PutOutcome, layout_as_data
 from kvtier.service.rest.samples import example
 
 __all__ = [
+    "Answer",
     "CapacityAnswer",
     "CompactAnswer",
     "DataAnswer",
@@ -28,11 +30,13 @@ __all__ = [
 ]
 
 
-class _Answer(BaseModel):
+class Answer(BaseModel):
+    """An answer; frozen."""
+
     model_config = ConfigDict(frozen=True)
 
 
-class _Error(_Answer):
+class _Error(Answer):
     code: str = Field(description="What programs tell errors apart by")
     message: str = Field(description="Names the value, what was expected and what to do")
     param: str | None = Field(
@@ -40,13 +44,13 @@ class _Error(_Answer):
     )
 
 
-class ErrorAnswer(_Answer):
+class ErrorAnswer(Answer):
     """A refusal."""
 
     error: _Error
 
 
-class PutAnswer(_Answer):
+class PutAnswer(Answer):
     """What became of one block."""
 
     model_config = ConfigDict(json_schema_extra=example(outcome="stored"))
@@ -54,7 +58,7 @@ class PutAnswer(_Answer):
     outcome: PutOutcome
 
 
-class PutsAnswer(_Answer):
+class PutsAnswer(Answer):
     """What became of each record, in order."""
 
     model_config = ConfigDict(json_schema_extra=example(outcomes=["stored", "exists"]))
@@ -62,7 +66,7 @@ class PutsAnswer(_Answer):
     outcomes: list[PutOutcome]
 
 
-class MatchAnswer(_Answer):
+class MatchAnswer(Answer):
     """The leading run that is there."""
 
     model_config = ConfigDict(json_schema_extra=example(blocks=2, tiers=["host", "nvme"], keys=None))
@@ -72,7 +76,7 @@ class MatchAnswer(_Answer):
     keys: list[str] | None = Field(description="With tokens: chain keys of all full blocks")
 
 
-class DeleteAnswer(_Answer):
+class DeleteAnswer(Answer):
     """How many blocks were there."""
 
     model_config = ConfigDict(json_schema_extra=example(deleted=1))
@@ -80,7 +84,7 @@ class DeleteAnswer(_Answer):
     deleted: int
 
 
-class PinAnswer(_Answer):
+class PinAnswer(Answer):
     """A pin."""
 
     model_config = ConfigDict(json_schema_extra=example(id="pin-1", blocks=1, expires=1790000000.0))
@@ -95,7 +99,7 @@ class PinAnswer(_Answer):
         return cls(id=pin.id, blocks=pin.blocks, expires=pin.expires)
 
 
-class PrefetchAnswer(_Answer):
+class PrefetchAnswer(Answer):
     """A prefetch."""
 
     model_config = ConfigDict(json_schema_extra=example(id="prefetch-1", state="running", blocks=0))
@@ -110,8 +114,46 @@ class PrefetchAnswer(_Answer):
         return cls(id=prefetch.id, state=prefetch.state, blocks=prefetch.blocks)
 
 
-class NamespaceAnswer(_Answer):
+_NAMESPACE = {
+    "name": "smollm2",
+    "layout": {
+        "block_size": 16,
+        "groups": [
+            {
+                "kind": "gqa",
+                "layers": [0, 1],
+                "planes": 2,
+                "kv_heads": 2,
+                "head_dim": 64,
+                "rope_dim": 0,
+                "dtype": "bfloat16",
+                "window": None,
+                "order": "lphtd",
+            }
+        ],
+        "shards": 1,
+    },
+    "model": "sha256:9f2c",
+    "numerics": "",
+    "lora": "",
+    "scheme": KEY_SCHEME,
+    "created": 1790000000.0,
+    "fingerprint": "ab" * 32,
+    "parts": 1,
+    "block_bytes": [16384],
+    "stored": 2,
+    "stored_bytes": 32768,
+    "hits": 2,
+    "misses": 1,
+    "host_blocks": 2,
+    "host_bytes": 32768,
+}
+
+
+class NamespaceAnswer(Answer):
     """A namespace and its figures since the process began."""
+
+    model_config = ConfigDict(json_schema_extra=example(**_NAMESPACE))
 
     name: str
     layout: dict[str, Any] | None
@@ -154,20 +196,28 @@ class NamespaceAnswer(_Answer):
         )
 
 
-class NamespacesAnswer(_Answer):
+class NamespacesAnswer(Answer):
     """Those that the caller may use."""
+
+    model_config = ConfigDict(json_schema_extra=example(namespaces=[_NAMESPACE]))
 
     namespaces: list[NamespaceAnswer]
 
 
-class TenantAnswer(_Answer):
+_TENANT = {
+    "name": "default",
+    "quotas": {"host": 1 << 30},
+    "occupied": {"host": 4096},
+    "leases": 0,
+    "pins": 0,
+    "namespaces": 1,
+}
+
+
+class TenantAnswer(Answer):
     """A tenant's quotas, and what it uses of them."""
 
-    model_config = ConfigDict(
-        json_schema_extra=example(
-            name="default", quotas={"host": 1 << 30}, occupied={"host": 4096}, leases=0, pins=0, namespaces=1
-        )
-    )
+    model_config = ConfigDict(json_schema_extra=example(**_TENANT))
 
     name: str
     quotas: dict[str, int] = Field(description="Bytes by tier")
@@ -177,13 +227,15 @@ class TenantAnswer(_Answer):
     namespaces: int
 
 
-class TenantsAnswer(_Answer):
+class TenantsAnswer(Answer):
     """The caller's tenant; with the scope admin, all of them."""
+
+    model_config = ConfigDict(json_schema_extra=example(tenants=[_TENANT]))
 
     tenants: list[TenantAnswer]
 
 
-class TierHistoryAnswer(_Answer):
+class TierHistoryAnswer(Answer):
     """Of one tier, one value per time; all but the first two count up from the process's begin."""
 
     bytes: list[int] = Field(description="Occupied")
@@ -194,8 +246,30 @@ class TierHistoryAnswer(_Answer):
     dropped: list[int] = Field(description="Parts of blocks that were not taken")
 
 
-class HistoryAnswer(_Answer):
+class HistoryAnswer(Answer):
     """Figures over time, one value per time; counts are from the process's begin."""
+
+    model_config = ConfigDict(
+        json_schema_extra=example(
+            times=[1790000000.0, 1790000005.0],
+            hits=[2, 4],
+            misses=[1, 1],
+            matched=[3, 6],
+            unmatched=[1, 1],
+            in_bytes=[32768, 32768],
+            out_bytes=[32768, 65536],
+            tiers={
+                "host": {
+                    "bytes": [32768, 32768],
+                    "capacity_bytes": [1 << 30, 1 << 30],
+                    "read_bytes": [32768, 65536],
+                    "written_bytes": [32768, 32768],
+                    "evicted": [0, 0],
+                    "dropped": [0, 0],
+                }
+            },
+        )
+    )
 
     times: list[float] = Field(description="Seconds since 1970, the last of this moment")
     hits: list[int] = Field(description="Blocks that reads found")
@@ -207,7 +281,7 @@ class HistoryAnswer(_Answer):
     tiers: dict[str, TierHistoryAnswer]
 
 
-class DataAnswer(_Answer):
+class DataAnswer(Answer):
     """Other ways for block bytes; null: there is none."""
 
     model_config = ConfigDict(json_schema_extra=example(port=7701, socket="/run/kvtier/data.sock"))
@@ -216,7 +290,7 @@ class DataAnswer(_Answer):
     socket: str | None = Field(description="Path of a Unix socket on the service's machine")
 
 
-class StateAnswer(_Answer):
+class StateAnswer(Answer):
     """Whether it is up, ready, drained."""
 
     model_config = ConfigDict(json_schema_extra=example(status="ready"))
@@ -224,7 +298,7 @@ class StateAnswer(_Answer):
     status: str
 
 
-class CompactAnswer(_Answer):
+class CompactAnswer(Answer):
     """What was done in each tenant's NVMe directory."""
 
     model_config = ConfigDict(json_schema_extra=example(tenants={"default": {"segments_removed": 0}}))
@@ -232,7 +306,7 @@ class CompactAnswer(_Answer):
     tenants: dict[str, dict[str, int]]
 
 
-class CapacityAnswer(_Answer):
+class CapacityAnswer(Answer):
     """What is in force."""
 
     model_config = ConfigDict(json_schema_extra=example(bytes=1 << 30))

@@ -20,7 +20,7 @@ from kvtier import __version__
 from kvtier.config import ServiceSettings
 from kvtier.errors import KVTierError, LeaseError, TierUnavailable
 from kvtier.http.access import AccessLog
-from kvtier.service.cache import Cache, ServiceError, Tokens
+from kvtier.service.cache import Cache, Places, ServiceError, Tokens
 from kvtier.service.cache import Scope as TokenScope
 from kvtier.service.cache.callers import require
 from kvtier.service.rest.admin import admin_routes, figure_routes
@@ -68,8 +68,14 @@ def make_app(cache: Cache, tokens: Tokens, settings: ServiceSettings) -> FastAPI
         redirect_slashes=False,
         generate_unique_id_function=_operation,
     )
-    turn = Depends(Turns(settings.request_timeout), scope="function")
-    service = Service(cache, settings, BufferPool(settings.inflight_bytes), turn)
+    turns = Turns(settings.request_timeout)
+    service = Service(
+        cache,
+        settings,
+        BufferPool(settings.inflight_bytes),
+        turn=Depends(turns.of_tenant, scope="function"),
+        admin_turn=Depends(turns.of_admins, scope="function"),
+    )
     requests = _Requests()
     routers = (
         # In the order in which paths are tried: what is asked most comes first.
@@ -88,7 +94,7 @@ def make_app(cache: Cache, tokens: Tokens, settings: ServiceSettings) -> FastAPI
     _add_errors(app, [route for router in routers for route in router.routes])
     # The last one added is the outermost.
     app.add_middleware(BodyGuard, limit=_body_limit(settings), patience=settings.idle_timeout)
-    app.add_middleware(TokenGuard, tokens=tokens)
+    app.add_middleware(TokenGuard, tokens=tokens, places=Places(settings.max_connections))
     app.add_middleware(PageGuard, local=not tokens.required)
     app.add_middleware(HeadGuard)
     app.add_middleware(AccessLog, label=_label, answered=requests.answered, log="kvtier.service.access")
@@ -155,10 +161,11 @@ def _probe_routes(service: Service, requests: _Requests) -> APIRouter:
         return StateAnswer(status="ok")
 
     @router.get("/readyz", responses={503: {"model": StateAnswer, "description": "It drains"}})
-    async def ready() -> JSONResponse:
+    async def ready(response: Response) -> StateAnswer:
         """Whether it takes calls; needs no token."""
         draining = cache.draining
-        return JSONResponse({"status": "draining" if draining else "ready"}, 503 if draining else 200)
+        response.status_code = 503 if draining else 200
+        return StateAnswer(status="draining" if draining else "ready")
 
     @router.get(
         "/metrics",

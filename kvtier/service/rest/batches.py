@@ -93,15 +93,15 @@ def _add_streams(router: APIRouter, service: Service) -> None:
 
 
 def _add_keyed(router: APIRouter, cache: Cache) -> None:
-    @router.post(_PATH + "match", responses=refusals("unknown_namespace", "wrong_layout", body=True))
-    def match_blocks(caller: CallerOf, ns: Ns, body: MatchBody) -> MatchAnswer:
+    @router.post("/v1/match", responses=refusals("unknown_namespace", "wrong_layout", body=True))
+    def match_blocks(caller: CallerOf, body: MatchBody) -> MatchAnswer:
         """Where the leading run of a prefix lies; moves nothing, and promises nothing."""
         if body.tokens is None:
             keys = [bytes.fromhex(key) for key in body.keys or ()]
-            tiers = cache.match(caller, ns, keys, lossy=body.lossy, depth=body.depth)
+            tiers = cache.match(caller, body.namespace, keys, lossy=body.lossy, depth=body.depth)
             return MatchAnswer(blocks=len(tiers), tiers=list(tiers), keys=None)
         extras = {int(at): bytes.fromhex(extra) for at, extra in (body.extras or {}).items()}
-        keys, tiers = cache.match_tokens(caller, ns, body.tokens, extras, lossy=body.lossy)
+        keys, tiers = cache.match_tokens(caller, body.namespace, body.tokens, extras, lossy=body.lossy)
         return MatchAnswer(blocks=len(tiers), tiers=list(tiers), keys=[key.hex() for key in keys])
 
     @router.post(_PATH + "delete", responses=refusals("unknown_namespace", "unavailable", "timeout", body=True))

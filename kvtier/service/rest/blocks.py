@@ -62,9 +62,13 @@ class GetHeads(BaseModel):
     """Headers of a get."""
 
     part: int = Field(0, alias="KVTier-Part", ge=0, lt=1 << 16, description="group * shards + shard")
-    if_none_match: str | None = Field(None, alias="If-None-Match", max_length=1024)
+    if_none_match: str | None = Field(
+        None, alias="If-None-Match", max_length=1024, description="Entity tags; no bytes where they are one of these"
+    )
     range: str | None = Field(None, alias="Range", max_length=1024, description="One range of bytes")
-    if_range: str | None = Field(None, alias="If-Range", max_length=1024)
+    if_range: str | None = Field(
+        None, alias="If-Range", max_length=1024, description="The range only where the bytes have this entity tag"
+    )
 
 
 _Lossy = Annotated[bool, Query(description="Whether a block that went through a lossy format will do")]

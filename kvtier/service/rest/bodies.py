@@ -140,8 +140,9 @@ _ONE_WAY: list[JsonValue] = [
 class MatchBody(_Body):
     """A prefix, as chain keys or as token ids."""
 
-    model_config = ConfigDict(json_schema_extra=example(keys=[KEY]) | {"oneOf": _ONE_WAY})
+    model_config = ConfigDict(json_schema_extra=example(namespace="smollm2", keys=[KEY]) | {"oneOf": _ONE_WAY})
 
+    namespace: Annotated[_Name, Field(description="Whose blocks they are")]
     keys: Keys | None = None
     tokens: Annotated[
         Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32), _INTEGRAL]], Field(fail_fast=True)] | None,

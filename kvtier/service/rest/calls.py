@@ -39,13 +39,14 @@ class Service:
         cache: does it.
         settings: its limits.
         pool: memory of bodies on their way in.
-        turn: a dependency of routes that wait in a thread, see `Turns`.
+        turn, admin_turn: dependencies of routes that wait in a thread, see `Turns`.
     """
 
     cache: Cache
     settings: ServiceSettings
     pool: BufferPool
     turn: params.Depends
+    admin_turn: params.Depends
 
 
 async def _caller(request: Request) -> Caller:

@@ -4,12 +4,13 @@ import asyncio
 import ipaddress
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtier.http.access import note
-from kvtier.service.cache import Caller, ServiceError, Tokens
+from kvtier.service.cache import Caller, Places, ServiceError, Tokens
 from kvtier.service.rest.errors import RestError, from_service, refusal
 from kvtier.service.rest.page import PAGE_PATHS
 
@@ -18,6 +19,8 @@ __all__ = ["OPEN_PATHS", "BodyGuard", "BodyRefused", "HeadGuard", "PageGuard", "
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PAGE_PATHS
 """Served without a token: they show nothing of anybody."""
 
+# What admins need when their tenant has taken all its places; short, and refused to others.
+_ALWAYS = ("/metrics", "/v1/admin/")
 _CALLER = "kvtier.caller"
 _KNOWN = "kvtier.known"
 _MOST_HEADERS = 100
@@ -113,23 +116,31 @@ class PageGuard:
 
 
 class TokenGuard:
-    """Finds out who calls; refuses who is nobody.
+    """Finds out who calls; refuses who is nobody, and whose tenant has as many requests under way as it may.
 
     Args:
         app: the application within.
         tokens: of the service.
+        places: of requests under way.
     """
 
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens, places: Places) -> None:
         self._app = app
         self._tokens = tokens
+        self._places = places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            secret = _secret(scope)
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        secret = _secret(scope)
+        with ExitStack() as held:
             try:
                 caller = self._tokens.caller(secret)
+                note(scope, token=caller.token, tenant=caller.tenant)
+                if not scope["path"].startswith(_ALWAYS):
+                    held.enter_context(self._places.taken(caller.tenant))
             except ServiceError as error:
                 told = from_service(error)
                 told.headers.update(_CLOSE)
@@ -137,8 +148,7 @@ class TokenGuard:
                 return
             scope[_CALLER] = caller
             scope[_KNOWN] = lambda: self._knows(secret, caller)
-            note(scope, token=caller.token, tenant=caller.tenant)
-        await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
 
     def _knows(self, secret: str | None, caller: Caller) -> bool:
         try:

@@ -1,14 +1,16 @@
 """uvicorn's connection with limits that it lacks: on heads, on silence, on clients that do not read.
 
 A connection ends when its client sends no whole head, or takes nothing of an answer, for `service.idle_timeout`
-seconds. A client that ends its half of the connection after a whole request still gets its answer; one that ends it
-within a request is told so.
+seconds; one that waits for a further request also where there are as many as may be, and somebody else comes. A client
+that ends its half of the connection after a whole request still gets its answer; one that ends it within a request is
+told so.
 """
 
 import asyncio
 import json
 import logging
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -56,10 +58,22 @@ class GuardedProtocol(HttpToolsProtocol):
         """Let it in, if there is room."""
         super().connection_made(cast(asyncio.Transport, transport))
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER)
-        if len(self.connections) > self._settings.max_connections:
+        if len(self.connections) > self._settings.max_connections and not self._make_room():
             self._refuse(503, "busy", f"{self._settings.max_connections} connections are open: try again")
             return
         self._watch_head()
+
+    def _make_room(self) -> bool:
+        """End the connection that waits longest for a further request; whether one does."""
+        waiting = [
+            (one.timeout_keep_alive_task.when(), one)
+            for one in cast(set[HttpToolsProtocol], self.connections)
+            if one.timeout_keep_alive_task is not None and not one.transport.is_closing()
+        ]
+        if waiting:
+            _, longest = min(waiting, key=itemgetter(0))
+            longest.timeout_keep_alive_handler()
+        return bool(waiting)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over."""

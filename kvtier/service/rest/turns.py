@@ -1,9 +1,10 @@
-"""Turns: how many calls of one tenant run at a time in the threads that all tenants share."""
+"""Turns: how many calls wait in threads at a time, for whom, and how many threads that takes."""
 
 import asyncio
-from collections import defaultdict
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+from anyio.to_thread import current_default_thread_limiter
 from fastapi import Request
 
 from kvtier.service.cache import ServiceError
@@ -11,15 +12,19 @@ from kvtier.service.rest.guards import caller_of
 
 __all__ = ["Turns"]
 
-# Of the 40 threads that the framework has for routes that wait.
 _MOST = 8
+# For what takes no turn, since it waits for no tier: metrics, the document.
+_OTHER_THREADS = 8
+_ADMINS = ""  # no tenant's name
 _RETRY_SECONDS = 5.0
 
 
 class Turns:
-    """A dependency of routes that wait in a thread, so that no tenant has all of these. For one event loop.
+    """Dependencies of routes that wait in a thread: each tenant has some of its own, and so have all admins together.
 
-    A call beyond the eighth of its tenant waits in the loop, where it holds up nobody else.
+    The framework has one pool of threads for all routes, which is made as large as that takes. So whatever tenants
+    wait for holds up no other tenant, no admin and no metrics. A call beyond the eighth waits in the loop. For one
+    event loop.
 
     Args:
         patience: seconds that a call waits for its turn.
@@ -27,22 +32,39 @@ class Turns:
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._tenants: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_MOST))
+        self._turns: dict[str, asyncio.Semaphore] = {}
 
-    async def __call__(self, request: Request) -> AsyncIterator[None]:
-        """Hold a turn while the route runs.
+    async def of_tenant(self, request: Request) -> AsyncIterator[None]:
+        """Hold a turn of the caller's tenant while the route runs.
 
         Raises:
             ServiceError: busy.
         """
-        turn = self._tenants[caller_of(request.scope).tenant]
+        async with self._held(caller_of(request.scope).tenant, "this tenant"):
+            yield
+
+    async def of_admins(self) -> AsyncIterator[None]:
+        """Hold one of the admins' turns while the route runs.
+
+        Raises:
+            ServiceError: busy.
+        """
+        async with self._held(_ADMINS, "admins"):
+            yield
+
+    @asynccontextmanager
+    async def _held(self, whose: str, shown: str) -> AsyncIterator[None]:
+        turn = self._turns.get(whose)
+        if turn is None:
+            turn = self._turns[whose] = asyncio.Semaphore(_MOST)
+            current_default_thread_limiter().total_tokens = _OTHER_THREADS + _MOST * len(self._turns)
         try:
             async with asyncio.timeout(self._patience):
                 await turn.acquire()
         except TimeoutError:
             raise ServiceError(
                 "busy",
-                f"{_MOST} calls of this tenant wait for tiers already: at most so many at a time; try again later",
+                f"{_MOST} calls of {shown} wait for tiers already: at most so many at a time; try again later",
                 retry_after=_RETRY_SECONDS,
             ) from None
         try:

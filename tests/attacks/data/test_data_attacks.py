@@ -31,7 +31,7 @@ from data_world import (
 from hypothesis import HealthCheck, given, settings
 from patience import PATIENCE, until
 
-HELLO, MATCH, GET, PUT, DELETE, SHARE, LEASE, RELEASE, STAGE = 1, 2, 4, 5, 6, 17, 18, 19, 20
+HELLO, MATCH, GET, PUT, DELETE, SHARE, LEASE, RELEASE, STAGE, LIST = 1, 2, 4, 5, 6, 17, 18, 19, 20, 21
 KEY = b"attacked block.."
 GOOD = content(KEY)
 
@@ -122,7 +122,7 @@ def test_a_hello_that_is_none_ends_the_connection(service: World, head: object, 
     ("opcode", "head"),
     [
         (0, {}),
-        (21, {}),
+        (22, {}),
         (255, {}),
         (HELLO, {"versions": [1]}),
         (MATCH, b""),
@@ -145,6 +145,9 @@ def test_a_hello_that_is_none_ends_the_connection(service: World, head: object, 
         (LEASE, {"ns": "target", "keys": KEY}),
         (RELEASE, {"leases": [1]}),
         (STAGE, put(offsets=[0])),
+        (LIST, {}),
+        (LIST, {"ns": "../../etc/passwd"}),
+        (LIST, {"ns": "target", "keys": KEY}),
         (SHARE, {"staging": 4096}),
     ],
     ids=lambda value: str(value)[:40],

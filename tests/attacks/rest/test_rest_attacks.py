@@ -19,6 +19,7 @@ from rest_world import (
     chain,
     descriptors,
     error_of,
+    match,
     put_stream,
     raw_error,
     read_all,
@@ -55,7 +56,7 @@ def _nothing_is_left(rest, caplog):
     before = descriptors()
     yield
     for name in ("plain", "laid"):
-        found = rest.http.post(f"/v1/namespaces/{name}/blocks:match", json={"keys": KEYS[:1]}).json()
+        found = match(rest.http, name, keys=KEYS[:1]).json()
         assert found["blocks"] == 0, f"something was stored in {name}"
     rest.at_rest()
     until(lambda: len(rest.server.server_state.connections) <= 1)
@@ -127,7 +128,7 @@ def test_a_body_that_grows_too_long(rest):
     refused = rest.http.put(ONE, content=(bytes(50_000) for _ in range(8)))
     assert (refused.status_code, error_of(refused)["code"]) == (413, "too_large")
     refused = rest.http.post(
-        "/v1/namespaces/plain/blocks:match",
+        "/v1/match",
         content=(b" " * 500_000 for _ in range(20)),
         headers={"Content-Type": "application/json"},
     )
@@ -357,7 +358,7 @@ def test_a_tenant_sees_nothing_of_another(tmp_path):
             ahead = one.post("/v1/namespaces/n/prefetches", json={"keys": KEYS[:1]}).json()["id"]
             assert other.get(path).status_code == 404
             assert other.head(path).status_code == 404
-            assert other.post("/v1/namespaces/n/blocks:match", json={"keys": KEYS[:1]}).json()["blocks"] == 0
+            assert match(other, "n", keys=KEYS[:1]).json()["blocks"] == 0
             assert other.delete(path).json() == {"deleted": 0}
             assert other.delete(f"/v1/pins/{pin}").status_code == 404
             assert other.get(f"/v1/prefetches/{ahead}").status_code == 404

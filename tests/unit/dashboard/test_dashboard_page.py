@@ -6,7 +6,7 @@
 import json
 import os
 import re
-import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +16,13 @@ import httpx
 import pytest
 from daemon_world import Daemon, Nursery, nursery
 from patience import came_true, until
-from rest_world import KEYS, block, chain, put_stream, stream
+from playwright import sync_api
+from programs import program
+from rest_world import KEYS, block, chain, match, put_stream, stream
 
 from kvtier.service.cache import Scope, Tokens
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt install chromium")
+CHROMIUM = program("chromium", "apt-get install chromium")
 
 DESKTOP = {"viewport": {"width": 1280, "height": 900}}
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
@@ -67,7 +67,7 @@ def service(forks: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             for name, blocks in (("llama-3.1-8b", 24), ("smollm2", 4)):
                 http.post("/v1/namespaces", json={"name": name, "layout": None}).raise_for_status()
                 put_stream(http, name, stream(chain(blocks, nbytes=NBYTES))).raise_for_status()
-                http.post(f"/v1/namespaces/{name}/blocks:match", json={"keys": KEYS[:6]}).raise_for_status()
+                match(http, name, keys=KEYS[:6]).raise_for_status()
                 http.post(f"/v1/namespaces/{name}/blocks:get", json={"keys": KEYS[:8]}).raise_for_status()
             others = [f"{at:032x}" for at in range(1, 49)]
             put_stream(http, "smollm2", stream(chain(48, nbytes=NBYTES, keys=others))).raise_for_status()
@@ -365,8 +365,13 @@ def test_it_lives_through_a_restart_and_begins_with_what_to_do(browser, forks, t
             page.locator("#first").wait_for()
             lines = page.locator("#first-lines").inner_text()
             assert f'curl {service.url}/v1/namespaces --json \'{{"name": "demo"}}\'' in lines
+            program("curl", "apt-get install curl")
+            done = subprocess.run(["bash", "-ec", lines], cwd=tmp_path, check=True, capture_output=True, text=True)
+            assert '{"outcome":"stored"}' in done.stdout
+            assert '{"blocks":1,"tiers":["host"],"keys":null}' in done.stdout
+            assert (tmp_path / "got").read_bytes() == (tmp_path / "block").read_bytes()
             with service.client() as http:
-                http.post("/v1/namespaces", json={"name": "demo"}).raise_for_status()
+                http.post("/v1/namespaces/demo:clear").raise_for_status()
                 put_stream(http, "demo", stream(chain(2, nbytes=NBYTES))).raise_for_status()
             refresh(page)
             page.locator("#first").wait_for(state="hidden")
@@ -375,6 +380,7 @@ def test_it_lives_through_a_restart_and_begins_with_what_to_do(browser, forks, t
             refresh(page)
             page.locator("#status", has_text=re.compile(r"^Unreachable since \d\d:\d\d:\d\d, trying again$")).wait_for()
             assert rows(page, "spaces")["demo"][:2] == [2 * NBYTES, 2]
+            assert page.locator("figure .now:visible").count() == 0, "what is shown is not of now"
             service.start()
             refresh(page)
             ready(page)
@@ -403,6 +409,7 @@ def test_tokens_open_what_is_theirs(browser, forks, tmp_path):
         with opened(browser, service.url, failing=True) as page, service.client(secrets["a"]) as http:
             page.locator("#status", has_text="Token needed").wait_for()
             assert page.evaluate("document.activeElement.id") == "token"
+            assert page.locator("#range").is_hidden()
             enter(page, "wrong")
             page.locator("#entry-error", has_text="This token opens nothing here").wait_for()
             assert page.locator("#figures").is_hidden()
@@ -423,9 +430,12 @@ def test_tokens_open_what_is_theirs(browser, forks, tmp_path):
             ready(page)
             assert set(rows(page, "spaces")) == {"of-a", "of-b"}
             assert set(rows(page, "tenants")) == {"a", "b"}
+            page.set_viewport_size(PHONE["viewport"])
+            assert page.locator("#spaces td.whose:visible").all_text_contents() == ["a", "b"]
             page.locator("#tenant").select_option("b")
             page.locator("#spaces tbody tr", has_text="of-a").wait_for(state="detached")
             assert set(rows(page, "spaces")) == {"of-b"}
+            assert page.locator("#spaces td.whose:visible").count() == 0
     finally:
         service.kill()
 

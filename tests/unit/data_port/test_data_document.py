@@ -16,7 +16,7 @@ from data_world import PARTS, World, chain, content, layout_json
 HEADER = struct.Struct("<4sBBHIIQ")
 ANSWER, ERROR, MORE, QUIET = 1, 2, 4, 8
 HELLO, MATCH, MATCH_TOKENS, GET, PUT, DELETE, PIN, UNPIN = range(1, 9)
-CREATE, SHARE, LEASE, RELEASE, STAGE = 15, 17, 18, 19, 20
+CREATE, SHARE, LEASE, RELEASE, STAGE, LIST = 15, 17, 18, 19, 20, 21
 SIZE = 300_000
 
 
@@ -115,6 +115,12 @@ def test_the_document_is_enough(service: World, way: str) -> None:
         seen += got.get("at", [])
     assert seen == list(range(40))
     read_unchecked(client, keys, bodies)
+    client.send(LIST, {"ns": "document"})
+    listed, flags = set(), MORE
+    while flags & MORE:
+        flags, some, _ = client.receive(LIST)
+        listed |= {some["keys"][at : at + 16] for at in range(0, len(some.get("keys", b"")), 16)}
+    assert listed == {key[:16] for key in keys}
     assert client.call(DELETE, {"ns": "document", "keys": keys[1][:16]})[0] == {"deleted": 1}
     # A quiet request is not answered, and the next one is.
     client.send(DELETE, {"ns": "document", "keys": keys[0][:16]}, flags=QUIET)

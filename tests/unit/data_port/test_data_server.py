@@ -1,5 +1,6 @@
 """Connections: who is let in, for how long, and how they end."""
 
+import contextlib
 import socket
 import ssl
 import threading
@@ -21,17 +22,20 @@ from kvtier.client.errors import (
     DeadlineExceeded,
     Interrupted,
     Invalid,
+    NotFound,
     ProtocolError,
     Refused,
     Unauthorized,
     Unreachable,
     WrongDigest,
 )
+from kvtier.client.pipeline import Pipeline
 from kvtier.client.stream import PlainStream
 from kvtier.config import ServiceSettings
 from kvtier.errors import ConfigError
+from kvtier.remote.peer.link import Link
 from kvtier.service.cache import Scope
-from kvtier.service.data import DataServer
+from kvtier.service.data import DataServer, listing
 from kvtier.wire import Opcode
 from kvtier.wire import messages as wire
 
@@ -65,6 +69,29 @@ def test_scopes_hold_on_this_port(service: World) -> None:
         writer.get_many("scoped", chain(1))
     reader.close()
     writer.close()
+
+
+def test_what_a_namespace_has_is_listed_answer_by_answer(service: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "_KEYS", 7)
+    keys = chain(20, "listed")
+    with service.client() as client, service.client(tenant="blue") as other:
+        for one in (client, other):
+            one.create_namespace("listed", None)
+        client.put_many("listed", blocks(keys))
+
+        def listed(secret: str) -> list[bytes]:
+            until = time.monotonic() + PATIENCE
+            with contextlib.closing(Pipeline(service.tcp, secret, None, until)) as pipeline:
+                return Link(pipeline, until).listed("listed", until)
+
+        assert sorted(listed(service.token["red"])) == sorted(key[:16] for key in keys)
+        assert listed(service.token["blue"]) == []
+        client.delete("listed", keys[10:])
+        assert sorted(listed(service.tokens.create("red", [Scope.WRITE]))) == sorted(key[:16] for key in keys[:10])
+        with pytest.raises(Refused, match="needs write"):
+            listed(service.tokens.create("red", [Scope.READ]))
+        with pytest.raises(NotFound):
+            listed(service.tokens.create("red", [Scope.WRITE], ["other"]))
 
 
 def test_another_tenants_blocks_are_not_there(service: World) -> None:
@@ -127,6 +154,23 @@ def test_no_more_connections_than_may_be(tmp_path: Path) -> None:
         clients[2].connect()
         for client in clients:
             client.close()
+
+
+def test_a_tenant_with_many_connections_leaves_some_to_others(tmp_path: Path) -> None:
+    with world(tmp_path, max_connections=8) as service, contextlib.ExitStack() as stack:
+
+        def connected(tenant: str) -> DataClient:
+            client = stack.enter_context(service.client(tenant=tenant))
+            client.connect()
+            return client
+
+        first, *_ = [connected("red") for _ in range(6)]
+        with pytest.raises(Busy, match="this tenant has 6 of 8 connections, and 2 are left for all"):
+            connected("red")
+        assert connected("blue").namespaces() == []
+        first.close()
+        until(lambda: service.server.connections == 6)
+        connected("red")
 
 
 def test_draining_answers_what_has_arrived_and_lets_nobody_in(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Namespaces come and go: what was dropped is forgotten, and what nobody uses makes room."""
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from cache_world import BLOCK, LAYOUT, OPAQUE, caller, chain, config_of, data, o
 from kvtier.errors import FormatMismatch
 from kvtier.keys import namespace_digest
 from kvtier.layout import GroupKind, LayerGroup, Layout
-from kvtier.service.cache import LOCAL, Cache, NamespaceSpec, ServiceError
+from kvtier.service.cache import LOCAL, Cache, NamespaceSpec, Scope, ServiceError
 from kvtier.service.cache.quotas import Quota
 from kvtier.service.cache.state import StateDirectory
 from kvtier.service.cache.tenant import Tenant
@@ -220,3 +221,25 @@ def test_the_limit_is_each_tenants_own(tmp_path: Path) -> None:
         cache.create_namespace(caller("alice"), NamespaceSpec("more", None))
     assert cache.create_namespace(caller("bob"), OPAQUE).spec == OPAQUE
     cache.close()
+
+
+def test_what_a_namespace_has_is_listed_from_all_tiers(tmp_path: Path) -> None:
+    with contextlib.closing(open_cache(tmp_path, nvme={"write": "through"})) as cache:
+        for name in (OPAQUE.name, "other"):
+            cache.create_namespace(LOCAL, NamespaceSpec(name, None))
+        keys = chain(100)
+        for at in range(0, 100, 10):
+            put(cache, keys[at : at + 10])
+            cache.flush()
+        put(cache, chain(3, "other"), ns="other")
+        assert "nvme" in cache.match(LOCAL, OPAQUE.name, keys)
+
+        def listed(ns: str) -> set[bytes]:
+            return {key for some in cache.listed(LOCAL, ns) for key in some}
+
+        assert listed(OPAQUE.name) == {key[:16] for key in keys}
+        assert listed("other") == {key[:16] for key in chain(3, "other")}
+        cache.clear_namespace(LOCAL, OPAQUE.name)
+        assert listed(OPAQUE.name) == set()
+        with pytest.raises(ServiceError, match="needs write"):
+            next(cache.listed(caller(scopes=frozenset({Scope.READ})), OPAQUE.name))

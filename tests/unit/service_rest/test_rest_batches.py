@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from rest_world import KEYS, LAYOUT_BYTES, block, chain, digest, error_of, put_stream, stream, unstream
+from rest_world import KEYS, LAYOUT_BYTES, block, chain, digest, error_of, match, put_stream, stream, unstream
 
 from kvtier.keys import KEY_SCHEME, Chain, encode_extra
 from kvtier.wire.blockstream import MEDIA_TYPE, STREAM_BEGIN, STREAM_END, BlockHead, record_head
@@ -17,6 +17,8 @@ def _empty(rest):
 
 
 def call(rest, verb, body, ns="laid"):
+    if verb == "match":
+        return match(rest.http, ns, **body)
     return rest.http.post(f"/v1/namespaces/{ns}/blocks:{verb}", json=body)
 
 
@@ -53,7 +55,7 @@ def test_a_stream_comes_in_pieces_of_any_size(rest):
     data = stream(chain(3))
     pieces = [data[at : at + 777] for at in range(0, len(data), 777)]
     assert put_stream(rest.http, "laid", iter(pieces)).json() == {"outcomes": ["stored"] * 3}
-    assert call(rest, "match", {"keys": KEYS[:3]}).json()["blocks"] == 3
+    assert match(rest.http, "laid", keys=KEYS[:3]).json()["blocks"] == 3
 
 
 def test_large_blocks_are_sent_from_where_they_lie(rest):
@@ -66,8 +68,8 @@ def test_large_blocks_are_sent_from_where_they_lie(rest):
 
 def test_match_by_keys(rest):
     put_stream(rest.http, "laid", stream(chain(3)))
-    assert call(rest, "match", {"keys": KEYS[:5]}).json() == {"blocks": 3, "tiers": ["host"] * 3, "keys": None}
-    assert call(rest, "match", {"keys": KEYS[3:]}).json() == {"blocks": 0, "tiers": [], "keys": None}
+    assert match(rest.http, "laid", keys=KEYS[:5]).json() == {"blocks": 3, "tiers": ["host"] * 3, "keys": None}
+    assert match(rest.http, "laid", keys=KEYS[3:]).json() == {"blocks": 0, "tiers": [], "keys": None}
 
 
 def test_match_by_tokens(rest):
@@ -77,19 +79,25 @@ def test_match_by_tokens(rest):
     keys = [key.hex() for key in named.keys]
     put_stream(rest.http, "laid", stream(chain(2, keys=keys)))
     body = {"tokens": tokens, "extras": {"1": extras[1].hex()}}
-    assert call(rest, "match", body).json() == {"blocks": 2, "tiers": ["host"] * 2, "keys": keys}
+    assert match(rest.http, "laid", **body).json() == {"blocks": 2, "tiers": ["host"] * 2, "keys": keys}
     # Another picture is another prefix.
-    assert call(rest, "match", {"tokens": tokens}).json()["blocks"] == 1
-    assert error_of(call(rest, "match", body, "plain"))["code"] == "wrong_layout"
+    assert match(rest.http, "laid", tokens=tokens).json()["blocks"] == 1
+    assert error_of(match(rest.http, "plain", **body))["code"] == "wrong_layout"
     other = {"name": "other-scheme", "layout": None, "scheme": "vllm.sha256_cbor"}
     assert rest.http.post("/v1/namespaces", json=other).json()["scheme"] != KEY_SCHEME
-    assert error_of(call(rest, "match", {"tokens": tokens}, "other-scheme"))["code"] == "wrong_layout"
+    assert error_of(match(rest.http, "other-scheme", tokens=tokens))["code"] == "wrong_layout"
+
+
+def test_a_match_names_its_namespace(rest):
+    refused = rest.http.post("/v1/match", json={"keys": KEYS[:1]})
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "namespace")
+    assert error_of(match(rest.http, "nowhere", keys=KEYS[:1]))["code"] == "unknown_namespace"
 
 
 def test_delete_and_what_descends(rest):
     put_stream(rest.http, "laid", stream(chain(4)))
     assert call(rest, "delete", {"keys": [KEYS[2], KEYS[9]]}).json()["deleted"] >= 1
-    assert call(rest, "match", {"keys": KEYS[:4]}).json()["blocks"] == 2
+    assert match(rest.http, "laid", keys=KEYS[:4]).json()["blocks"] == 2
 
 
 def test_hints_change_no_answer(rest):
@@ -100,7 +108,7 @@ def test_hints_change_no_answer(rest):
     assert call(rest, "hint", {"keys": KEYS[:5], "dead_from_depth": 2}).status_code == 204
     assert call(rest, "hint", {"keys": KEYS[1:3], "first": 1, **hint}).status_code == 204
     assert rest.http.post("/v1/sessions/chat-1:end").status_code == 204
-    assert call(rest, "match", {"keys": KEYS[:3]}).json()["blocks"] == 3
+    assert match(rest.http, "laid", keys=KEYS[:3]).json()["blocks"] == 3
 
 
 def packed(head, body):
@@ -125,6 +133,8 @@ def packed(head, body):
         ("get", {"keys": KEYS[:1], "timeout": "5"}),
         ("get", {"keys": KEYS[:1], "owner": "x"}),
         ("match", {}),
+        ("match", {"keys": KEYS[:1], "namespace": None}),
+        ("match", {"keys": KEYS[:1], "namespace": "../laid"}),
         ("match", {"keys": KEYS[:1], "tokens": [1]}),
         ("match", {"tokens": [-1]}),
         ("match", {"tokens": [2**32]}),
@@ -158,17 +168,17 @@ def test_hostile_json(rest, content):
 @pytest.mark.parametrize(
     "content",
     [
-        b'{"keys": [' + b",".join([b'"zz"'] * 1_000_000) + b"]}",
-        b'{"tokens": [' + b",".join([b"-1"] * 1_000_000) + b"]}",
+        b'{"namespace": "plain", "keys": [' + b",".join([b'"zz"'] * 1_000_000) + b"]}",
+        b'{"namespace": "plain", "tokens": [' + b",".join([b"-1"] * 1_000_000) + b"]}",
         b"{" + b",".join(b'"%d":1' % at for at in range(500_000)) + b"}",
-        b'{"tokens": [1], "extras": {' + b",".join(b'"%d":1' % at for at in range(500_000)) + b"}}",
+        b'{"namespace": "plain", "tokens": [1], "extras": {%s}}' % b",".join(b'"%d":1' % at for at in range(500_000)),
     ],
     ids=["keys", "tokens", "fields", "extras"],
 )
 def test_of_millions_of_errors_one_is_told_in_little_time(rest, content):
     began = time.process_time()
     headers = {"Content-Type": "application/json"}
-    refused = rest.http.post("/v1/namespaces/plain/blocks:match", content=content, headers=headers)
+    refused = rest.http.post("/v1/match", content=content, headers=headers)
     assert (refused.status_code, error_of(refused)["code"]) == (400, "invalid")
     assert time.process_time() - began < 3
 
@@ -207,7 +217,7 @@ def test_of_a_stream_that_is_not_sound_nothing_is_stored(rest, ns, data, status,
     refused = put_stream(rest.http, ns, data)
     assert (refused.status_code, error_of(refused)["code"]) == (status, code)
     if ns != "nowhere":
-        assert call(rest, "match", {"keys": KEYS[:1]}, ns).json()["blocks"] == 0
+        assert match(rest.http, ns, keys=KEYS[:1]).json()["blocks"] == 0
 
 
 def test_a_put_is_called_by_its_type(rest):

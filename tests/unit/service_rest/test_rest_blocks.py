@@ -4,7 +4,7 @@ import base64
 import hashlib
 
 import pytest
-from rest_world import KEYS, LAYOUT_BYTES, block, digest, error_of
+from rest_world import KEYS, LAYOUT_BYTES, block, digest, error_of, match
 
 KEY = KEYS[0]
 
@@ -176,8 +176,7 @@ def test_parts_of_a_block_are_put_and_got_one_by_one(rest):
         where = {"KVTier-Part": str(part)}
         assert rest.http.get(path("parts"), headers=where).status_code == 404
         assert rest.http.put(path("parts"), content=block(part, nbytes), headers=where).status_code == 201
-    match = rest.http.post("/v1/namespaces/parts/blocks:match", json={"keys": [KEY]})
-    assert match.json()["blocks"] == 1
+    assert match(rest.http, "parts", keys=[KEY]).json()["blocks"] == 1
     for part, nbytes in enumerate(made["block_bytes"]):
         got = rest.http.get(path("parts"), headers={"KVTier-Part": str(part)})
         assert (got.content, got.headers["KVTier-Part"]) == (block(part, nbytes), str(part))

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 from patience import until
 from prometheus_client.parser import text_string_to_metric_families
-from rest_world import KEYS, LAYOUT, LAYOUT_BYTES, chain, error_of, put_stream, running, stream
+from rest_world import KEYS, LAYOUT, LAYOUT_BYTES, chain, error_of, match, put_stream, running, stream
 
 from kvtier.errors import LeaseError, TierUnavailable
 from kvtier.service.cache import Reading, Scope, Tokens
@@ -129,7 +129,7 @@ def test_a_failure_is_told_without_what_failed(rest, monkeypatch):
         raise RuntimeError("the secret")
 
     monkeypatch.setattr(rest.cache, "match", fail)
-    failed = rest.http.post("/v1/namespaces/plain/blocks:match", json={"keys": KEYS[:1]})
+    failed = match(rest.http, "plain", keys=KEYS[:1])
     assert (failed.status_code, error_of(failed)["code"]) == (500, "internal")
     assert "secret" not in failed.text
 

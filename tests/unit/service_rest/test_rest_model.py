@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rest_world import KEYS, block, digest, put_stream, running, stream, unstream
+from rest_world import KEYS, block, digest, match, put_stream, running, stream, unstream
 
 keys = st.sampled_from(KEYS[:5])
 bodies = st.builds(block, st.integers(0, 3), st.integers(1, 5000))
@@ -75,7 +75,7 @@ class Model:
         ]
 
     def match(self, asked):
-        answer = self.http.post("/v1/namespaces/n/blocks:match", json={"keys": asked})
+        answer = match(self.http, "n", keys=asked)
         assert answer.json()["blocks"] == len(self.run_of(asked))
 
     def delete(self, asked):

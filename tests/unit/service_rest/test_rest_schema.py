@@ -111,7 +111,12 @@ def test_the_document_is_complete(document):
             where = f"{method} {path}"
             assert operation["summary"], where
             assert operation["description"], where
+            for parameter in operation.get("parameters", ()):
+                assert parameter["description"], (where, parameter["name"])
             statuses = set(operation["responses"])
+            for status in statuses:
+                content = operation["responses"][status].get("content", {}).get("application/json", {})
+                assert not content or example_of(raw, content["schema"]) or content["examples"], (where, status)
             if path in ("/healthz", "/readyz"):
                 assert "security" not in operation
                 continue
@@ -129,4 +134,4 @@ def test_the_document_is_complete(document):
 
 def example_of(raw, schema):
     name = schema["$ref"].rsplit("/", 1)[-1]
-    return raw["components"]["schemas"][name]["examples"]
+    return raw["components"]["schemas"][name].get("examples")
