@@ -14,6 +14,7 @@ machine was restarted (the kernel's boot id changed) since a writer left without
 import fcntl
 import json
 import os
+import re
 import shutil
 import threading
 import uuid
@@ -32,6 +33,7 @@ FORMAT_VERSION = 2
 
 _NAMES = frozenset({"LOCK", "META.json", "META.json.new", "index", "locks", "recency.bin"})
 _PREFIXES = ("seg-", "probe-")
+_WRITER = re.compile("[0-9a-f]{32}")
 
 _opened: set[tuple[int, int]] = set()
 _inherited: set[tuple[int, int]] = set()
@@ -129,7 +131,8 @@ class Directory:
     """
 
     def __init__(self, path: Path, segment_bytes: int) -> None:
-        self.path = path
+        # Files are opened when they are needed, wherever the process has gone by then.
+        self.path = path = path.absolute()
         self._fresh_segment_bytes = segment_bytes
         self.writer = uuid.uuid4().bytes
         self._writer_fd = -1
@@ -201,11 +204,16 @@ class Directory:
         else:
             self.meta = found
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the machine stopped while somebody had it open: what was written last may be on the disk, or not."""
+        return not self.meta.clean and self.meta.boot_id != boot_id()
+
     def untrusted(self) -> str:
         """Why the directory must start empty; "" if it need not. Only meaningful if nobody else has it open."""
         if self.meta.damaged:
             return "its index was found damaged"
-        if not self.meta.clean and self.meta.boot_id != boot_id() and not self.meta.durable:
+        if self.interrupted and not self.meta.durable:
             return "the machine was restarted while it was open, and it was not opened as durable"
         return ""
 
@@ -285,7 +293,7 @@ class Directory:
     def others(self) -> list[bytes]:
         """Other living writers; the files of dead ones are removed. Call it under `exclusive`."""
         names = [entry.name for entry in (self.path / "locks").iterdir()]
-        writers = [bytes.fromhex(name) for name in names if len(name) == 32]
+        writers = [bytes.fromhex(name) for name in names if _WRITER.fullmatch(name)]
         return [writer for writer in writers if writer != self.writer and not self._bury(writer)]
 
     def dead(self, writers: Iterable[bytes]) -> set[bytes]:

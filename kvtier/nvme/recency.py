@@ -72,6 +72,7 @@ class Recency:
         path: the file; made anew if it is absent, damaged or of another directory (see `fresh`).
         uuid: 16 bytes of the directory.
         writable: False to look only; an unsound file then counts as an empty one.
+        trusted: False if it must be made anew: its pages reach the disk in any order, and apart from the index.
 
     Attributes:
         fresh: the file was made anew: all records have to be entered again with `restore`.
@@ -79,7 +80,7 @@ class Recency:
     Invariant: rows change hands only while the index's write transaction is open.
     """
 
-    def __init__(self, path: Path, uuid: bytes, *, writable: bool = True) -> None:
+    def __init__(self, path: Path, uuid: bytes, *, writable: bool = True, trusted: bool = True) -> None:
         self._fd = os.open(path, (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | os.O_CLOEXEC, 0o644)
         self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._header: NDArray[np.void]
@@ -89,7 +90,7 @@ class Recency:
         self._stale: dict[int, None] = {}
         self._probed = self._takes = 0
         try:
-            self.fresh = not self._sound(uuid)
+            self.fresh = not (trusted and self._sound(uuid))
             if self.fresh and writable:
                 os.ftruncate(self._fd, 0)
                 os.posix_fallocate(self._fd, 0, _HEADER_BYTES)

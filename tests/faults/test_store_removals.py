@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from store_world import BLOCK, NS, ExtentTier, fetched, held, items, keys, nothi
 
 from kvtier.cpu import HostTier
 from kvtier.errors import BlocksRemain
+from kvtier.keys import namespace_index
 from kvtier.store import StoreOptions, TieredStore
 from kvtier.testing import Fault, FaultyTier, Kind
 
@@ -130,4 +132,61 @@ def test_a_removal_waits_for_nothing_that_is_not_on_its_way(world: World) -> Non
     done = threading.Event()
     threading.Thread(target=lambda: (world.store.delete(keys("a", 4)), done.set()), daemon=True).start()
     assert done.wait(30)
+    assert world.store.match(keys("a", 4)).tiers == ()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_use_in_the_midst_of_a_removal_does_not_bring_blocks_back(verb: str) -> None:
+    """Host still has them when they are used, which is a reason to write them below, where they went meanwhile."""
+    host, below = HostTier(64 * BLOCK), ExtentTier(64 * BLOCK, name="below")
+    leave_host, leave_below, reserve = getattr(host, verb), getattr(below, verb), below.reserve
+    left = threading.Event()
+
+    def used(*arguments: object) -> object:
+        assert fetched(store, keys("a", 4)) == 4
+        store._barrier()
+        setattr(host, verb, leave_host)
+        return leave_host(*arguments)
+
+    def gone(*arguments: object) -> object:
+        ticket = leave_below(*arguments)
+        left.set()
+        return ticket
+
+    def later(*arguments: object) -> object:
+        assert left.wait(30)
+        return reserve(*arguments)
+
+    with contextlib.closing(TieredStore(host, [below], options=StoreOptions(write_rule="second_touch"))) as store:
+        store.put(items("a", 4)).result(30)
+        setattr(host, verb, used)
+        setattr(below, verb, gone)
+        below.reserve = later
+        VERBS[verb](store)
+        store.settle()
+        assert store.match(keys("a", 4)).tiers == ()
+        assert nothing_is_held(store)
+        # Nothing is refused for longer than that.
+        store.put(items("a", 4)).result(30)
+        assert fetched(store, keys("a", 4)) == 4
+        store.settle()
+        assert held(below, keys("a", 4)) == [True] * 4
+
+
+def test_a_namespace_that_is_cleared_takes_no_load_of_another_with_it(world: World) -> None:
+    other = namespace_index(bytes(31) + b"o")
+    world.store.put(items("a", 4)).result(30)
+    world.store.put(items("b", 4, ns=other)).result(30)
+    world.store.flush()
+    world.store.clear("host")
+    world.faulty.inject(Fault("read", Kind.HANG))
+    until_then = time.monotonic() + 60
+    lease = world.store.acquire(keys("b", 4), "test", deadline=until_then).result(30)
+    loaded = world.store.fetch(lease, 0, 4, deadline=until_then)
+    until(lambda: world.faulty.injected["read", Kind.HANG])
+    world.store.clear(ns=NS)
+    world.faulty.heal()
+    assert loaded.result(30) == 4
+    world.store.release(lease)
+    assert world.store.match(keys("b", 4)).tiers == ("host",) * 4
     assert world.store.match(keys("a", 4)).tiers == ()
