@@ -116,10 +116,9 @@ class Demoter:
 
     def enqueue(self, leased: Sequence[tuple[Handle, Hint]]) -> int:
         """Queue leased whole runs, parents first, and take over their leases; how many leading records were taken."""
-        taken, deleted = 0, []
+        taken = 0
         with self._changed:
-            if self._refused:
-                leased, deleted = self._parted(leased, lambda ref: any(refuses(ref) for refuses in self._refused))
+            leased, deleted = self._parted(leased, self._deleted([handle.ref for handle, _ in leased]).__contains__)
             for at in () if self._closed else range(0, len(leased), self.run):
                 nbytes = sum(handle.nbytes for handle, _ in leased[at : at + self.run])
                 if self._bytes and self._bytes + nbytes > self._bound:
@@ -138,6 +137,13 @@ class Demoter:
         self._drop("deleted", [handle.ref for handle in deleted])
         self._drop("queue_full", [handle.ref for handle in rest])
         return taken
+
+    def _deleted(self, refs: Sequence[BlockRef]) -> set[BlockRef]:
+        """Those of leased blocks that are being deleted, or were since they were leased: host has them no more."""
+        nothing: list[BlockRef | None] = [None] * len(refs)
+        here = self._gate.attempt("refs", lambda: self._host.refs([ref.key for ref in refs]), nothing)
+        gone = {ref for ref, found in zip(refs, here, strict=True) if found is None}
+        return gone.union(ref for ref in refs if any(refuses(ref) for refuses in self._refused))
 
     def _parted(
         self, batch: Sequence[tuple[Handle, Hint]], is_gone: Callable[[BlockRef], bool]

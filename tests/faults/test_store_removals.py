@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from patience import until
@@ -135,17 +135,18 @@ def test_a_removal_waits_for_nothing_that_is_not_on_its_way(world: World) -> Non
     assert world.store.match(keys("a", 4)).tiers == ()
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["amid", "after"])
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_use_in_the_midst_of_a_removal_does_not_bring_blocks_back(verb: str) -> None:
+def test_a_use_in_the_midst_of_a_removal_does_not_bring_blocks_back(verb: str, late: bool) -> None:
     """Host still has them when they are used, which is a reason to write them below, where they went meanwhile."""
     host, below = HostTier(64 * BLOCK), ExtentTier(64 * BLOCK, name="below")
     leave_host, leave_below, reserve = getattr(host, verb), getattr(below, verb), below.reserve
-    left = threading.Event()
+    left, leased, over = threading.Event(), threading.Event(), threading.Event()
 
     def used(*arguments: object) -> object:
-        assert fetched(store, keys("a", 4)) == 4
-        store._barrier()
         setattr(host, verb, leave_host)
+        assert fetched(store, keys("a", 4)) == 4
+        assert leased.wait(30)
         return leave_host(*arguments)
 
     def gone(*arguments: object) -> object:
@@ -153,16 +154,23 @@ def test_a_use_in_the_midst_of_a_removal_does_not_bring_blocks_back(verb: str) -
         left.set()
         return ticket
 
-    def later(*arguments: object) -> object:
+    def queue(handles: Sequence[object]) -> int:
+        leased.set()
+        assert not late or over.wait(30)
+        return enqueue(handles)
+
+    def write(*arguments: object) -> object:
         assert left.wait(30)
         return reserve(*arguments)
 
     with contextlib.closing(TieredStore(host, [below], options=StoreOptions(write_rule="second_touch"))) as store:
         store.put(items("a", 4)).result(30)
+        enqueue, store._demoters[0].enqueue = store._demoters[0].enqueue, queue
         setattr(host, verb, used)
         setattr(below, verb, gone)
-        below.reserve = later
+        below.reserve = write
         VERBS[verb](store)
+        over.set()
         store.settle()
         assert store.match(keys("a", 4)).tiers == ()
         assert nothing_is_held(store)
@@ -173,6 +181,33 @@ def test_a_use_in_the_midst_of_a_removal_does_not_bring_blocks_back(verb: str) -
         assert held(below, keys("a", 4)) == [True] * 4
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_was_being_leased_does_not_come_back(world: World, verb: str) -> None:
+    """The tier has granted the lease, but the store does not have it yet when the blocks are removed."""
+    acquire, granted, removed = world.sound.acquire, threading.Event(), threading.Event()
+
+    def slow(*arguments: object, **named: object) -> object:
+        ticket = acquire(*arguments, **named)
+        granted.set()
+        assert removed.wait(30)
+        return ticket
+
+    world.lay()
+    world.store.clear("host")
+    world.store.clear("faulty")
+    world.sound.acquire = slow
+    later = time.monotonic() + 60
+    leasing = world.store.acquire(keys("a", 4), "test", deadline=later)
+    assert granted.wait(30)
+    VERBS[verb](world.store)
+    removed.set()
+    lease = leasing.result(30)
+    assert len(lease) == 4
+    assert world.store.fetch(lease, 0, 4, deadline=later).result(30) == 0
+    world.store.release(lease)
+    assert world.store.match(keys("a", 4)).tiers == ()
+
+
 def test_a_namespace_that_is_cleared_takes_no_load_of_another_with_it(world: World) -> None:
     other = namespace_index(bytes(31) + b"o")
     world.store.put(items("a", 4)).result(30)
@@ -180,9 +215,9 @@ def test_a_namespace_that_is_cleared_takes_no_load_of_another_with_it(world: Wor
     world.store.flush()
     world.store.clear("host")
     world.faulty.inject(Fault("read", Kind.HANG))
-    until_then = time.monotonic() + 60
-    lease = world.store.acquire(keys("b", 4), "test", deadline=until_then).result(30)
-    loaded = world.store.fetch(lease, 0, 4, deadline=until_then)
+    later = time.monotonic() + 60
+    lease = world.store.acquire(keys("b", 4), "test", deadline=later).result(30)
+    loaded = world.store.fetch(lease, 0, 4, deadline=later)
     until(lambda: world.faulty.injected["read", Kind.HANG])
     world.store.clear(ns=NS)
     world.faulty.heal()
