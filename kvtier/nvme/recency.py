@@ -215,7 +215,8 @@ class Recency:
         keys = current["key"]
         while self._stale and len(taken) < count:
             # Others may add to them meanwhile, only this thread takes some away.
-            some = [self._stale.popitem()[0] for _ in range(min(count - len(taken), len(self._stale)))]
+            popped = [self._stale.popitem()[0] for _ in range(min(count - len(taken), len(self._stale)))]
+            some = [row for row in popped if row < len(keys)]  # a damaged record can name any row
             heads = keys[some].tobytes()
             for at, row in enumerate(some):
                 if ledger.at_row(heads[at * HEAD_BYTES : (at + 1) * HEAD_BYTES], row) is None:
