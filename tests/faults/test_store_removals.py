@@ -1,9 +1,11 @@
 """A removal that a tier did not do is told, names the tier, and is done everywhere else."""
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from patience import until
@@ -225,3 +227,46 @@ def test_a_namespace_that_is_cleared_takes_no_load_of_another_with_it(world: Wor
     world.store.release(lease)
     assert world.store.match(keys("b", 4)).tiers == ("host",) * 4
     assert world.store.match(keys("a", 4)).tiers == ()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_its_only_writer_removed_is_nowhere_whatever_others_do(verb: str) -> None:
+    """Each thread alone puts and removes its chains; all threads use all chains in every way that moves blocks."""
+    spaces = [namespace_index(bytes(31) + bytes([number])) for number in range(4)]
+    chains = [(number, chain) for number in range(4) for chain in range(3)]
+    host, below = HostTier(40 * BLOCK), ExtentTier(256 * BLOCK, name="below")
+    options = StoreOptions(write_rule="second_touch", writeback_bytes=16 * BLOCK)
+    with contextlib.closing(TieredStore(host, [below], options=options)) as store:
+        uses = [
+            lambda chain: fetched(store, keys(chain, 6)),
+            lambda chain: store.renew(keys(chain, 6)),
+            lambda chain: store.demote(keys(chain, 6)),
+            lambda chain: store.prefetch(keys(chain, 6), "test").result(30),
+            lambda _: store.clear("host"),
+        ]
+
+        def work(number: int) -> None:
+            dice = random.Random(number)
+            for _ in range(200):
+                mine = (number, dice.randrange(3))
+                what = dice.random()
+                if what < 0.3:
+                    store.put(items(mine, dice.randint(1, 6), ns=spaces[number])).result(30)
+                elif what < 0.9:
+                    dice.choices(uses, [50, 5, 5, 5, 1])[0](dice.choice(chains))
+                else:
+                    gone = [key for one in range(3) for key in keys((number, one), 6)]
+                    if verb == "clear":
+                        store.clear(ns=spaces[number])
+                    else:
+                        gone = gone[::3]
+                        store.delete(gone)
+                    for _ in range(2):
+                        assert not any(held(host, gone) + held(below, gone))
+                        time.sleep(dice.random() / 100)
+
+        with ThreadPoolExecutor(4) as threads:
+            for done in [threads.submit(work, number) for number in range(4)]:
+                done.result(100)
+        store.settle()
+        assert nothing_is_held(store)
