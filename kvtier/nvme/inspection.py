@@ -142,7 +142,7 @@ def look(path: Path) -> Iterator[Look]:
 def _look_into(directory: Directory) -> Index:
     directory.load()
     alone = not directory.others()
-    reason = directory.untrusted() if alone else ""
+    reason = directory.meta.untrusted if alone else ""
     if alone and not reason:
         try:
             check_pages(directory.path / "index" / "data.mdb", DATABASES)

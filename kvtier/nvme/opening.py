@@ -117,7 +117,7 @@ def _open_locked(
 ) -> Opened:
     directory.load()
     alone = not directory.others()
-    reason = directory.untrusted()
+    reason = directory.meta.untrusted
     if reason and not alone:
         raise TierUnavailable(f"{directory.path}: {reason}, and others have it open: close them, then open it again")
     if not reason:
@@ -160,7 +160,7 @@ def _suspicious(directory: Directory, data_file: Path) -> bool:
 def _open_parts(
     directory: Directory, total: int | None, options: NvmeOptions, counts: Counts, *, alone: bool
 ) -> Opened:
-    whole = not directory.interrupted
+    whole = not directory.meta.interrupted
     directory.enter(durable=options.durable)
     index = Index(directory.path / "index", total, durable=options.durable)
     recency: Recency | None = None
