@@ -28,7 +28,8 @@ __all__ = ["Demoter"]
 _OWNER = OWN_WORK + "demote"
 _OWED = 1 << 16
 # Reasons that are the tier's: it failed, did not write, or had no room.
-_UNTAKEN = ("tier_error", "not_written", "refused")
+_NOT_KEPT = "not_kept"
+_UNTAKEN = ("tier_error", "not_written", "refused", _NOT_KEPT)
 _log = logging.getLogger(__name__)
 
 
@@ -189,6 +190,9 @@ class Demoter:
         if not refs:
             return
         self.port.drop(reason, len(refs))
+        self._owe(reason, refs)
+
+    def _owe(self, reason: str, refs: Sequence[BlockRef]) -> None:
         with self._changed:
             self._owed.update((ref.key, (ref, reason)) for ref in refs)
             while len(self._owed) > _OWED:
@@ -390,10 +394,18 @@ class Demoter:
         good = [slot for (slot, _), status in zip(pairs, statuses, strict=True) if status is Status.OK]
         self.port.tier.commit(good)
         self.port.writes.observe(sum(slot.nbytes for slot in good), time.perf_counter() - start)
+        self._owe(_NOT_KEPT, self._lost([slot.ref for slot in good]))
         self._drop(
             "not_written",
             [slot.ref for (slot, _), status in zip(pairs, statuses, strict=True) if status is not Status.OK],
         )
+
+    def _lost(self, refs: Sequence[BlockRef]) -> list[BlockRef]:
+        """Those that a commit dropped and counted, as an index without room does; of a remote tier nobody knows."""
+        if self.port.tier.caps.remote or not self.port.breaker.due:
+            return []
+        here = self.port.present([ref.key for ref in refs], exact=False)
+        return [ref for ref, found in zip(refs, here, strict=True) if not found]
 
     def _encodable(self, block: _Block, scratch: "_Scratch") -> memoryview | None:
         try:

@@ -22,7 +22,12 @@ VERBS: dict[str, Callable[[TieredStore], object]] = {
     "clear": lambda store: store.clear(ns=NS),
 }
 STRIKES = [(verb, kind) for verb in VERBS for kind in (Kind.UNAVAILABLE, Kind.TIMEOUT, Kind.HANG, Kind.LOST)]
-UNTAKEN = [Fault("reserve", Kind.ENOSPC), Fault("write", Kind.EIO), Fault("write", Kind.UNAVAILABLE)]
+UNTAKEN = [
+    Fault("reserve", Kind.ENOSPC),
+    Fault("write", Kind.EIO),
+    Fault("write", Kind.UNAVAILABLE),
+    Fault("commit", Kind.REFUSE),
+]
 
 
 class World:
