@@ -98,7 +98,7 @@ class Holds:
         self._doomed: Counter[int] = Counter()
 
     def require_open(self) -> None:
-        """Raise `TierUnavailable` if the tier is closed, or another process's: a child of `fork` has no threads of it."""
+        """Raise `TierUnavailable` if the tier is closed, or this is a child of `fork`, which has no threads of it."""
         if self.closed:
             raise TierUnavailable("this NVMe tier is closed: open another one")
         if os.getpid() != self._pid:

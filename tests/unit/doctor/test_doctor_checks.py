@@ -184,7 +184,11 @@ def test_a_directory_of_an_earlier_run(subject: Build, worst: Worst, tmp_path: P
         finding = worst("directory", subject())
         assert finding.level is level
         assert says in finding.what
-    for text, says in (("{", "cannot be read"), ("{}", "version None"), (json.dumps(sound | {"uuid": "x"}), "is damaged")):
+    for text, says in (
+        ("{", "cannot be read"),
+        ("{}", "version None"),
+        (json.dumps(sound | {"uuid": "x"}), "is damaged"),
+    ):
         meta.write_text(text)
         finding = worst("directory", subject())
         assert (finding.level, says in finding.what, bool(finding.remedy)) == (PROBLEM, True, True)

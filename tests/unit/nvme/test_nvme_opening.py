@@ -233,7 +233,6 @@ class TestAfterTheMachineStopped:
         assert run_length(tier, refs) == 0
         tier.close()
 
-
     def test_rows_that_were_not_written_back_are_made_anew(self, path: Path) -> None:
         """Pages of a mapping reach the disk in any order: here that of the header, which counts the rows, did not."""
         tier = _open(path, durable=True)
