@@ -503,7 +503,7 @@ def _row_of(ledger: Ledger, parent: bytes | None) -> int:
 
 def _children(current: NDArray[np.void], rows: NDArray[np.int64]) -> list[int]:
     """Live rows right below these."""
-    return np.flatnonzero(np.isin(current["parent_row"], rows) & (current["stamp"] != 0)).tolist()  # type: ignore[no-any-return]
+    return np.flatnonzero(np.isin(current["parent_row"], rows) & (current["stamp"] != 0)).tolist()
 
 
 def _outlast(current: NDArray[np.void], row: int) -> None:
