@@ -41,15 +41,17 @@ def takes_direct_io(directory: Path) -> bool:
     page = aligned_buffer(PAGE)
     try:
         fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o644)
-        try:
-            return os.pwritev(fd, [page.data], 0) == PAGE and os.preadv(fd, [page.data], 0) == PAGE
-        finally:
-            os.close(fd)
     except OSError:
+        probe.unlink(missing_ok=True)
         return False
+    try:
+        return os.pwritev(fd, [page.data], 0) == PAGE and os.preadv(fd, [page.data], 0) == PAGE
+    except OSError as error:
+        # A disk that is full now is no reason to go through the page cache for as long as the tier is open.
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
     finally:
-        with suppress(FileNotFoundError):
-            probe.unlink()
+        os.close(fd)
+        probe.unlink(missing_ok=True)
 
 
 def disk_free(path: Path) -> int:
