@@ -28,8 +28,7 @@ __all__ = ["Demoter"]
 _OWNER = OWN_WORK + "demote"
 _OWED = 1 << 16
 # Reasons that are the tier's: it failed, did not write, or had no room.
-_NOT_KEPT = "not_kept"
-_UNTAKEN = ("tier_error", "not_written", "refused", _NOT_KEPT)
+_UNTAKEN = ("tier_error", "not_written", "refused", "not_kept")
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +65,7 @@ class Demoter:
         self._inflight = InFlight()
         self._queue: deque[list[tuple[Handle, Hint]]] = deque()
         self._queued: set[bytes] = set()
-        # And why each was dropped.
+        # What was dropped, and why.
         self._owed: OrderedDict[bytes, tuple[BlockRef, str]] = OrderedDict()
         self._refused: list[Callable[[BlockRef], bool]] = []
         self._bytes = 0
@@ -118,8 +117,11 @@ class Demoter:
     def enqueue(self, leased: Sequence[tuple[Handle, Hint]]) -> int:
         """Queue leased whole runs, parents first, and take over their leases; how many leading records were taken."""
         taken = 0
+        deleted: list[Handle] = []
         with self._changed:
-            leased, deleted = self._parted(leased, self._deleted([handle.ref for handle, _ in leased]).__contains__)
+            gone = self._deleted([handle.ref for handle, _ in leased])
+            if gone:
+                leased, deleted = self._parted(leased, gone.__contains__)
             for at in () if self._closed else range(0, len(leased), self.run):
                 nbytes = sum(handle.nbytes for handle, _ in leased[at : at + self.run])
                 if self._bytes and self._bytes + nbytes > self._bound:
@@ -218,15 +220,19 @@ class Demoter:
         return all(event.is_set() for event in going)
 
     @contextmanager
-    def refusing(self, is_gone: Callable[[BlockRef], bool]) -> Iterator[None]:
-        """Blocks are being deleted: none of them is taken meanwhile, and what of them is on its way does not arrive."""
+    def refusing(self, is_gone: Callable[[BlockRef], bool], keys: frozenset[bytes] | None = None) -> Iterator[None]:
+        """Blocks are being deleted: none of them is taken meanwhile, and what of them is on its way does not arrive.
+
+        `keys`: theirs, where they are known.
+        """
         with self._changed:
             self._refused.append(is_gone)
             parted = [self._parted(batch, is_gone) for batch in self._queue]
             self._queue = deque(alive for alive, _ in parted if alive)
             dead = [handle for _, gone in parted for handle in gone]
             self._ended(dead)
-            for key in [key for key, (ref, _) in self._owed.items() if is_gone(ref)]:
+            candidates = self._owed.keys() if keys is None else self._owed.keys() & keys
+            for key in [key for key in candidates if is_gone(self._owed[key][0])]:
                 del self._owed[key]
             self._inflight.delete(is_gone)
         self._gate.release(dead)
@@ -394,7 +400,7 @@ class Demoter:
         good = [slot for (slot, _), status in zip(pairs, statuses, strict=True) if status is Status.OK]
         self.port.tier.commit(good)
         self.port.writes.observe(sum(slot.nbytes for slot in good), time.perf_counter() - start)
-        self._owe(_NOT_KEPT, self._lost([slot.ref for slot in good]))
+        self._owe("not_kept", self._lost([slot.ref for slot in good]))
         self._drop(
             "not_written",
             [slot.ref for (slot, _), status in zip(pairs, statuses, strict=True) if status is not Status.OK],

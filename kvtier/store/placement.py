@@ -275,11 +275,14 @@ class Placement:
         return hanging
 
     @contextmanager
-    def refusing(self, is_gone: Callable[[BlockRef], bool]) -> Iterator[None]:
-        """Blocks are being deleted: meanwhile they go to no lower tier, nor do those arrive that are on their way."""
+    def refusing(self, is_gone: Callable[[BlockRef], bool], keys: frozenset[bytes] | None = None) -> Iterator[None]:
+        """Blocks are being deleted: meanwhile they go to no lower tier, nor do those arrive that are on their way.
+
+        `keys`: theirs, where they are known.
+        """
         with ExitStack() as stack:
             for demoter in self._demoters:
-                stack.enter_context(demoter.refusing(is_gone))
+                stack.enter_context(demoter.refusing(is_gone, keys))
             yield
 
     def passed(self, keys: Collection[bytes]) -> list[str]:

@@ -44,7 +44,7 @@ class Remover:
             return ref.key in gone
 
         self._inflight.delete(is_gone)
-        with self._placement.refusing(is_gone):
+        with self._placement.refusing(is_gone, gone):
             removal = _Removal(self._placement.passed(gone))
             there = nowhere = [False] * len(keys)
             for port in self._ports:
