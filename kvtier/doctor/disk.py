@@ -1,6 +1,5 @@
 """The NVMe tier's directory: may it be written, is it what it seems, is there room. Nothing is left behind."""
 
-import json
 import mmap
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +9,8 @@ from typing import NamedTuple
 
 from kvtier.config import NvmeSettings
 from kvtier.doctor.findings import Finding, Subject, ok, problem, shown_size, warning
-from kvtier.nvme.directory import FORMAT_VERSION, boot_id
+from kvtier.errors import TierUnavailable
+from kvtier.nvme.directory import read_meta, strangers
 from kvtier.nvme.index import map_bytes_for
 from kvtier.nvme.segments import disk_free, takes_direct_io
 
@@ -86,30 +86,21 @@ def directory(subject: Subject) -> Iterator[Finding]:
 
 def _left_behind(path: Path) -> Finding:
     """What META.json of an earlier run says; the directory is not opened."""
-    meta = path / "META.json"
-    if not meta.exists():
-        strangers = [entry.name for entry in path.iterdir()] if path.exists() else []
-        if strangers:
-            return problem(
-                "directory", f"{path} holds other files ({strangers[0]!r})", "choose an empty or new directory"
-            )
-        return ok("directory", f"{path} is new and can be written")
     try:
-        said = json.loads(meta.read_text())
-        version, untrusted = said["version"], not (said["clean"] or said["durable"] or said["boot_id"] == boot_id())
-    except (ValueError, KeyError, TypeError) as error:
-        return problem("directory", f"{meta} is damaged ({error!r})", f"remove {path} to start empty")
-    if version != FORMAT_VERSION:
-        return problem(
-            "directory",
-            f"{path} has format version {version!r}, this release reads {FORMAT_VERSION}",
-            "use another directory, or remove this one",
-        )
-    if untrusted:
+        meta = read_meta(path / "META.json")
+    except TierUnavailable as error:
+        what, _, remedy = str(error).rpartition(": ")
+        return problem("directory", what, remedy)
+    if meta is None:
+        others = strangers(path)
+        if others:
+            return problem("directory", f"{path} holds other files ({others[0]!r})", "choose an empty or new directory")
+        return ok("directory", f"{path} is new and can be written")
+    if meta.untrusted:
         return warning(
             "directory",
-            f"{path} was open when the machine went down: it starts empty",
-            "set tiering.nvme.durable = true to keep blocks across power losses",
+            f"{path} starts empty: {meta.untrusted}",
+            "nothing to do; tiering.nvme.durable = true keeps blocks across power losses",
         )
     return ok("directory", f"{path} can be written and holds blocks of an earlier run")
 

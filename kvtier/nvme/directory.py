@@ -14,6 +14,7 @@ machine was restarted (the kernel's boot id changed) since a writer left without
 import fcntl
 import json
 import os
+import re
 import shutil
 import threading
 import uuid
@@ -26,12 +27,13 @@ from pathlib import Path
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.nvme.extents import PAGE
 
-__all__ = ["FORMAT_VERSION", "Directory", "Meta", "boot_id", "read_meta"]
+__all__ = ["FORMAT_VERSION", "Directory", "Meta", "boot_id", "read_meta", "strangers"]
 
 FORMAT_VERSION = 2
 
 _NAMES = frozenset({"LOCK", "META.json", "META.json.new", "index", "locks", "recency.bin"})
 _PREFIXES = ("seg-", "probe-")
+_WRITER = re.compile("[0-9a-f]{32}")
 
 _opened: set[tuple[int, int]] = set()
 _inherited: set[tuple[int, int]] = set()
@@ -77,6 +79,20 @@ class Meta:
     damaged: bool = False
     index: str = ""
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the machine stopped while somebody had it open: what was written last may be on the disk, or not."""
+        return not self.clean and self.boot_id != boot_id()
+
+    @property
+    def untrusted(self) -> str:
+        """Why the directory must start empty; "" if it need not. Only meaningful if nobody else has it open."""
+        if self.damaged:
+            return "its index was found damaged"
+        if self.interrupted and not self.durable:
+            return "the machine was restarted while it was open, and it was not opened as durable"
+        return ""
+
 
 def read_meta(path: Path) -> Meta | None:
     """Contents of META.json, None if there is none.
@@ -112,6 +128,11 @@ def _is_ours(name: str) -> bool:
     return name in _NAMES or name.startswith(_PREFIXES)
 
 
+def strangers(path: Path) -> list[str]:
+    """Names in a directory, if it is there, that no tier gives."""
+    return [entry.name for entry in path.iterdir() if not _is_ours(entry.name)] if path.exists() else []
+
+
 class Directory:
     """One opened directory of this process.
 
@@ -129,7 +150,8 @@ class Directory:
     """
 
     def __init__(self, path: Path, segment_bytes: int) -> None:
-        self.path = path
+        # Files are opened when they are needed, wherever the process has gone by then.
+        self.path = path = path.absolute()
         self._fresh_segment_bytes = segment_bytes
         self.writer = uuid.uuid4().bytes
         self._writer_fd = -1
@@ -149,12 +171,11 @@ class Directory:
             if self.path.exists() and not self.path.is_dir():
                 raise ConfigError(f"{self.path} is a file: the NVMe tier needs a directory of its own")
             meta = read_meta(self.path / "META.json")
-            strangers = [] if meta or not self.path.exists() else [e.name for e in self.path.iterdir()]
+            others = [] if meta else strangers(self.path)
         except OSError as error:
             raise TierUnavailable(f"{self.path} cannot be read ({error}): choose another directory") from error
-        strangers = [name for name in strangers if not _is_ours(name)]
-        if strangers:
-            raise ConfigError(f"{self.path} holds other files ({strangers[0]!r}): choose an empty or new directory")
+        if others:
+            raise ConfigError(f"{self.path} holds other files ({others[0]!r}): choose an empty or new directory")
         if self.path.exists() and not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
             raise TierUnavailable(f"{self.path} is not writable: choose another directory or change its mode")
         return meta
@@ -200,14 +221,6 @@ class Directory:
             self.wipe()
         else:
             self.meta = found
-
-    def untrusted(self) -> str:
-        """Why the directory must start empty; "" if it need not. Only meaningful if nobody else has it open."""
-        if self.meta.damaged:
-            return "its index was found damaged"
-        if not self.meta.clean and self.meta.boot_id != boot_id() and not self.meta.durable:
-            return "the machine was restarted while it was open, and it was not opened as durable"
-        return ""
 
     def index_touched(self) -> bool:
         """Whether the index is another than the last clean close left."""
@@ -285,7 +298,7 @@ class Directory:
     def others(self) -> list[bytes]:
         """Other living writers; the files of dead ones are removed. Call it under `exclusive`."""
         names = [entry.name for entry in (self.path / "locks").iterdir()]
-        writers = [bytes.fromhex(name) for name in names if len(name) == 32]
+        writers = [bytes.fromhex(name) for name in names if _WRITER.fullmatch(name)]
         return [writer for writer in writers if writer != self.writer and not self._bury(writer)]
 
     def dead(self, writers: Iterable[bytes]) -> set[bytes]:

@@ -1,5 +1,6 @@
 """What this process holds: leases, reservations, and the pages that they keep from being reused."""
 
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeAlias
@@ -89,6 +90,7 @@ class Holds:
 
     def __init__(self) -> None:
         self.closed = False
+        self._pid = os.getpid()
         self.leases: set[NvmeHandle] = set()
         self.reservations: set[NvmeHandle] = set()
         self.pending: dict[bytes, list[Rank]] = {}
@@ -96,9 +98,11 @@ class Holds:
         self._doomed: Counter[int] = Counter()
 
     def require_open(self) -> None:
-        """Raise `TierUnavailable` if the tier is closed."""
+        """Raise `TierUnavailable` if the tier is closed, or this is a child of `fork`, which has no threads of it."""
         if self.closed:
             raise TierUnavailable("this NVMe tier is closed: open another one")
+        if os.getpid() != self._pid:
+            raise TierUnavailable("this NVMe tier was opened before a fork: open one in a process that is spawned")
 
     # ---- leases
 

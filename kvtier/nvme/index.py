@@ -4,7 +4,8 @@
   before it is opened. What happens to it while it is open cannot be fended off.
 * Another process that enlarges the map makes `begin` fail: the new size is adopted, with no transaction open.
 * A full map stays full, whatever is deleted: the map is enlarged, and this one transaction counts as refused.
-* One long reader makes the file grow without end: transactions live for one batch of look-ups.
+* One long reader makes the file grow without end: transactions live for one batch of look-ups, and those of processes
+  that died in one are ended about once a second.
 * An environment does not survive `fork`: the child gets an error instead of a damaged index.
 """
 
@@ -77,7 +78,7 @@ class Index:
                 max_dbs=len(DATABASES),
                 max_readers=_READERS,
                 sync=durable,
-                metasync=False,
+                metasync=durable,
                 readonly=not writable,
                 create=writable,
             )
@@ -212,6 +213,11 @@ class Index:
             self._env.copy(str(path), compact=True)
         with (path / "data.mdb").open("rb") as file:
             os.fsync(file.fileno())
+
+    def forget_dead_readers(self) -> None:
+        """A process that died in the midst of a look-up keeps its snapshot alive: no page freed since is used again."""
+        with self._translated():
+            self._env.reader_check()
 
     def nbytes(self) -> int:
         """Size of the data file; 0 if somebody removed it."""

@@ -142,7 +142,7 @@ def look(path: Path) -> Iterator[Look]:
 def _look_into(directory: Directory) -> Index:
     directory.load()
     alone = not directory.others()
-    reason = directory.untrusted() if alone else ""
+    reason = directory.meta.untrusted if alone else ""
     if alone and not reason:
         try:
             check_pages(directory.path / "index" / "data.mdb", DATABASES)
@@ -217,7 +217,8 @@ def compact(path: Path) -> tuple[int, int]:
             others = len(directory.others())
             if others:
                 raise TierUnavailable(f"{path} is open in {others} other processes: close them before --compact")
-            fresh.mkdir(exist_ok=True)
+            shutil.rmtree(fresh, ignore_errors=True)  # of one that was killed
+            fresh.mkdir()
             index = Index(path / "index", None, durable=False, writable=False)
             try:
                 before = index.nbytes()

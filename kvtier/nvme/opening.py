@@ -117,7 +117,7 @@ def _open_locked(
 ) -> Opened:
     directory.load()
     alone = not directory.others()
-    reason = directory.untrusted()
+    reason = directory.meta.untrusted
     if reason and not alone:
         raise TierUnavailable(f"{directory.path}: {reason}, and others have it open: close them, then open it again")
     if not reason:
@@ -160,11 +160,12 @@ def _suspicious(directory: Directory, data_file: Path) -> bool:
 def _open_parts(
     directory: Directory, total: int | None, options: NvmeOptions, counts: Counts, *, alone: bool
 ) -> Opened:
+    whole = not directory.meta.interrupted
     directory.enter(durable=options.durable)
     index = Index(directory.path / "index", total, durable=options.durable)
     recency: Recency | None = None
     try:
-        recency = Recency(directory.path / "recency.bin", bytes.fromhex(directory.meta.uuid))
+        recency = Recency(directory.path / "recency.bin", bytes.fromhex(directory.meta.uuid), trusted=whole)
         segments = _open_segments(directory, counts)
         holds = Holds()
         space = Space(directory, index, recency, segments, holds, options.min_free_bytes, counts)
@@ -205,6 +206,9 @@ def _settle(opened: Opened, total: int | None, *, alone: bool) -> None:
             f"{directory.path} is in use with a capacity of {current * PAGE} bytes: "
             f"open it with as much, not {total * PAGE}, or close the others first"
         )
+    if alone:
+        # Also what is left of a time when there was more, if whoever made it smaller died before it came to this.
+        opened.segments.cut(total)
 
 
 def sync_directory(opened: Opened, counts: Counts) -> bool:

@@ -59,6 +59,8 @@ _FINENESS = 12  # ages are told apart in about 2**12 steps
 _MAX_DEPTH = 2**16 - 1
 _DEAD = 2**16 - 1
 """The `ttl` of a record that its hint says will not be used again."""
+_PAST = 1
+"""When that expires, unless something below it is still of use."""
 _MAX_TTL = _DEAD - 1
 _PACKED = struct.Struct("<Q8s4sIIHH")
 """A row of `ROW`: of longer bytes, `8s` and `4s` take the head, which is what a row keeps of the keys."""
@@ -72,6 +74,7 @@ class Recency:
         path: the file; made anew if it is absent, damaged or of another directory (see `fresh`).
         uuid: 16 bytes of the directory.
         writable: False to look only; an unsound file then counts as an empty one.
+        trusted: False if it must be made anew: its pages reach the disk in any order, and apart from the index.
 
     Attributes:
         fresh: the file was made anew: all records have to be entered again with `restore`.
@@ -79,7 +82,7 @@ class Recency:
     Invariant: rows change hands only while the index's write transaction is open.
     """
 
-    def __init__(self, path: Path, uuid: bytes, *, writable: bool = True) -> None:
+    def __init__(self, path: Path, uuid: bytes, *, writable: bool = True, trusted: bool = True) -> None:
         self._fd = os.open(path, (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | os.O_CLOEXEC, 0o644)
         self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._header: NDArray[np.void]
@@ -89,7 +92,7 @@ class Recency:
         self._stale: dict[int, None] = {}
         self._probed = self._takes = 0
         try:
-            self.fresh = not self._sound(uuid)
+            self.fresh = not (trusted and self._sound(uuid))
             if self.fresh and writable:
                 os.ftruncate(self._fd, 0)
                 os.posix_fallocate(self._fd, 0, _HEADER_BYTES)
@@ -158,6 +161,8 @@ class Recency:
             for row in chosen.tolist() if uneven else chosen[:1].tolist():
                 if current["ttl"][row] != _DEAD:
                     self._raise(current, row, now)
+                    if uneven:
+                        _outlast(current, row)
             self._prolong(current, chosen)
 
     def touch(self, row: int) -> int:
@@ -184,10 +189,8 @@ class Recency:
         if not current["parent"][row]:
             return
         shift = self._shift(len(current))
-        age, rows = now >> shift, len(current)
-        stamp, key, parent_row, parent, ttl = (
-            current[name] for name in ("stamp", "key", "parent_row", "parent", "ttl")
-        )
+        age, rows = max(now >> shift, 1), len(current)  # what had no reuse has no age, and is raised too
+        stamp, key, parent_row, parent = (current[name] for name in ("stamp", "key", "parent_row", "parent"))
         while parent[row]:
             above = int(parent_row[row])
             if above >= rows or int(key[above]) & 0xFFFFFFFF != parent[row]:
@@ -195,9 +198,6 @@ class Recency:
             seen = int(stamp[above])
             if not seen or seen >> shift >= age:
                 return
-            if 0 < ttl[above] < _DEAD:  # it is of use for as long as its descendants are
-                ttl[above] = max(ttl[above], ttl[row]) if ttl[row] else 0
-                current["expires"][above] = _expiries(ttl[above : above + 1])[0]
             stamp[above] = now
             row = above
 
@@ -214,7 +214,8 @@ class Recency:
         keys = current["key"]
         while self._stale and len(taken) < count:
             # Others may add to them meanwhile, only this thread takes some away.
-            some = [self._stale.popitem()[0] for _ in range(min(count - len(taken), len(self._stale)))]
+            popped = [self._stale.popitem()[0] for _ in range(min(count - len(taken), len(self._stale)))]
+            some = [row for row in popped if row < len(keys)]  # a damaged record can name any row
             heads = keys[some].tobytes()
             for at, row in enumerate(some):
                 if ledger.at_row(heads[at * HEAD_BYTES : (at + 1) * HEAD_BYTES], row) is None:
@@ -269,7 +270,7 @@ class Recency:
                     key,
                     _NO_PARENT if parent is None else parent,
                     above if above >= 0 else _row_of(ledger, parent),
-                    seconds + ttl if 0 < ttl < _DEAD else 0,
+                    _PAST if ttl == _DEAD else seconds + ttl if ttl else 0,
                     depth if 0 <= depth <= _MAX_DEPTH else _clamped(depth),
                     ttl,
                 )
@@ -280,6 +281,7 @@ class Recency:
         for row, ref, ttl in zip(rows, refs, ttls, strict=True):
             if ttl != _DEAD and ref.parent is not None and (uneven or ref.parent not in own):
                 self._raise(current, row, now)
+                _outlast(current, row)
         held = self._held()
         if held is not None:
             held[np.asarray(rows, np.int64)] = 0  # what the rows were before had this
@@ -287,20 +289,28 @@ class Recency:
             self._prefer(current, list(zip(rows, hints, strict=True)))
 
     def hint(self, rows: Sequence[int], hints: Sequence[Hint]) -> None:
-        """Take new hints for records. What has a live child outside of these rows keeps its age.
+        """Take new hints for records. None goes before a live child, whatever its own hint says.
 
-        A priority that is lower than one that holds waits until that has lapsed: others may build upon the record.
+        Others may build upon the record: a ttl that is shorter than the one it has, or than none, is not taken, and a
+        priority that is lower than one that holds waits until that has lapsed.
         """
         current = self._current()
         pairs = [(row, hint) for row, hint in zip(rows, hints, strict=True) if row < len(current)]
-        dead = np.array([row for row, hint in pairs if _ttl(hint) == _DEAD], np.int64)
-        for row, hint in pairs:
-            current["ttl"][row] = _ttl(hint)
-        if pairs:
-            chosen = np.array([row for row, _ in pairs], np.int64)
-            current["expires"][chosen] = _expiries(current["ttl"][chosen])
+        chosen = np.array([row for row, _ in pairs], np.int64)
+        asked = np.array([_ttl(hint) for _, hint in pairs], np.uint16)
+        had, ends = current["ttl"][chosen], current["expires"][chosen]
+        is_dead = asked == _DEAD
+        ttls = np.where(is_dead | (had == _DEAD), asked, np.maximum(asked, had))
+        ttls[~is_dead & ((asked == 0) | (ends == 0))] = 0
+        limited = ~is_dead & (ttls > 0)
+        current["ttl"][chosen] = ttls
+        current["expires"][chosen] = np.where(limited, np.maximum(_expiries(ttls), ends), _expiries(ttls))
+        dead, children = chosen[is_dead], []
         if len(dead):
-            current["stamp"][_childless(current, dead)] = OLDEST
+            children = _children(current, dead)
+            current["stamp"][_childless(current, dead, children)] = OLDEST
+        for row in [*chosen[~is_dead].tolist(), *children]:
+            _outlast(current, row)
         self._prefer(current, pairs)
 
     def _held(self) -> NDArray[np.void] | None:
@@ -455,7 +465,8 @@ def _ttl(hint: Hint | None) -> int:
 
 
 def _expiries(ttls: NDArray[np.uint16]) -> NDArray[np.uint32]:
-    return np.where((ttls > 0) & (ttls < _DEAD), int(time.time()) + ttls.astype(np.uint32), 0).astype(np.uint32)
+    ends = np.where(ttls == _DEAD, _PAST, int(time.time()) + ttls.astype(np.uint32))
+    return np.where(ttls > 0, ends, 0).astype(np.uint32)
 
 
 def _stamp(current: NDArray[np.void], rows: NDArray[np.int64], now: int) -> bool:
@@ -464,9 +475,10 @@ def _stamp(current: NDArray[np.void], rows: NDArray[np.int64], now: int) -> bool
     if not ttls.any():
         current["stamp"][rows] = now
         return False
-    alive = rows[ttls != _DEAD]
-    current["stamp"][alive] = now
-    current["expires"][rows] = _expiries(ttls)
+    current["stamp"][rows[ttls != _DEAD]] = now
+    limited = (ttls > 0) & (ttls < _DEAD)
+    rows, ends = rows[limited], _expiries(ttls[limited])
+    current["expires"][rows] = np.maximum(current["expires"][rows], ends)
     return True
 
 
@@ -489,12 +501,46 @@ def _row_of(ledger: Ledger, parent: bytes | None) -> int:
     return NO_ROW if record is None else record.row
 
 
-def _childless(current: NDArray[np.void], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those of the rows that have no live descendant but among themselves."""
+def _children(current: NDArray[np.void], rows: NDArray[np.int64]) -> list[int]:
+    """Live rows right below these."""
+    return np.flatnonzero(np.isin(current["parent_row"], rows) & (current["stamp"] != 0)).tolist()
+
+
+def _outlast(current: NDArray[np.void], row: int) -> None:
+    """Let the ancestors of a row be of use for as long as it is: now, and after each use.
+
+    What is above one that never expires does not expire either.
+    """
+    key, parent, parent_row = current["key"], current["parent"], current["parent_row"]
+    ttl, expires, stamp = current["ttl"], current["expires"], current["stamp"]
+    least, until = int(ttl[row]), int(expires[row])
+    if least == _DEAD:
+        least = 1  # what is below it has told its ancestors
+    while parent[row]:
+        above = int(parent_row[row])
+        if (
+            above >= len(current)
+            or int(key[above]) & 0xFFFFFFFF != parent[row]
+            or not (stamp[above] and expires[above])
+        ):
+            return
+        mine, ends = int(ttl[above]), int(expires[above])
+        until = max(until, ends) if until else 0
+        if mine == _DEAD:
+            own = _DEAD
+        else:
+            own = least = max(least, mine) if until else 0
+        if (own, until) == (mine, ends):
+            return
+        ttl[above], expires[above] = own, until
+        row = above
+
+
+def _childless(current: NDArray[np.void], rows: NDArray[np.int64], children: Sequence[int]) -> NDArray[np.int64]:
+    """Those of the rows that have no live descendant but among themselves. `children`: of these rows, and of others."""
     parent_rows = current["parent_row"]
     dead = set(rows.tolist())
-    children = np.flatnonzero(np.isin(parent_rows, rows) & (current["stamp"] != 0))
-    alive = [int(parent_rows[child]) for child in children.tolist() if child not in dead]
+    alive = [int(parent_rows[child]) for child in children if child not in dead]
     while alive:
         row = alive.pop()
         if row in dead:

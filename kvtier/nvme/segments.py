@@ -41,15 +41,17 @@ def takes_direct_io(directory: Path) -> bool:
     page = aligned_buffer(PAGE)
     try:
         fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o644)
-        try:
-            return os.pwritev(fd, [page.data], 0) == PAGE and os.preadv(fd, [page.data], 0) == PAGE
-        finally:
-            os.close(fd)
     except OSError:
+        probe.unlink(missing_ok=True)
         return False
+    try:
+        return os.pwritev(fd, [page.data], 0) == PAGE and os.preadv(fd, [page.data], 0) == PAGE
+    except OSError as error:
+        # A disk that is full now is no reason to go through the page cache for as long as the tier is open.
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
     finally:
-        with suppress(FileNotFoundError):
-            probe.unlink()
+        os.close(fd)
+        probe.unlink(missing_ok=True)
 
 
 def disk_free(path: Path) -> int:
@@ -225,17 +227,19 @@ class Segments:
 
     def cut(self, total: int) -> None:
         """Give everything from page `total` on back to the file system."""
-        full, inside = divmod(total, self.pages_per_file)
-        for path in sorted(self._directory.glob("seg-*.kv")):
-            number = int(path.stem.removeprefix("seg-"))
-            if number > full or (number == full and inside == 0):
+        for path in self._files():
+            first, _ = self.pages_of(int(path.stem.removeprefix("seg-")))
+            if first >= total:
                 path.unlink()
-            elif number == full:
-                os.truncate(path, min(path.stat().st_size, inside * PAGE))
+            elif path.stat().st_size > (total - first) * PAGE:
+                os.truncate(path, (total - first) * PAGE)
 
     def count(self) -> int:
         """Number of files."""
-        return sum(1 for _ in self._directory.glob("seg-*.kv"))
+        return len(self._files())
+
+    def _files(self) -> list[Path]:
+        return [path for path in self._directory.glob("seg-*.kv") if path.stem.removeprefix("seg-").isdecimal()]
 
     def close(self) -> None:
         """Close the files."""

@@ -154,7 +154,6 @@ class Space:
         self._directory = directory
         self._index = index
         self._recency = recency
-        self._segments = segments
         self._holds = holds
         self._counts = counts
         self._writer = directory.writer
@@ -251,7 +250,8 @@ class Space:
             self._arena.drain()
 
     def _tidy(self) -> None:
-        """Do not keep from others what this writer does not need."""
+        """Do not keep from others what this writer, or a process that died, does not need."""
+        self._index.forget_dead_readers()
         with self.lock:
             busy = self._carved != self._carved_before
             self._carved_before = self._carved
@@ -476,7 +476,6 @@ class Space:
             ledger.state = state
         if dropped:
             self._counts.evicted("resize", dropped)
-        self._segments.cut(total)
         self._report(state)
 
     def drop_between(self, start: int, stop: int) -> int:

@@ -124,7 +124,10 @@ class NvmeTier:
         self._reader.release(handles)
 
     def hint(self, keys: Sequence[bytes], hints: Sequence[Hint]) -> None:
-        """See `Tier.hint`. A block that has a live descendant beyond `keys` is not put before others."""
+        """See `Tier.hint`. A block that has a live descendant beyond `keys` is not put before others.
+
+        A ttl is prolonged or lifted, and never shortened: descendants may need their ancestors for as long.
+        """
         self._reader.hint(keys, hints)
 
     # ---- writers

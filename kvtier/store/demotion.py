@@ -9,7 +9,8 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvtier.errors import FormatMismatch
@@ -27,7 +28,7 @@ __all__ = ["Demoter"]
 _OWNER = OWN_WORK + "demote"
 _OWED = 1 << 16
 # Reasons that are the tier's: it failed, did not write, or had no room.
-_UNTAKEN = ("tier_error", "not_written", "refused")
+_UNTAKEN = ("tier_error", "not_written", "refused", "not_kept")
 _log = logging.getLogger(__name__)
 
 
@@ -64,8 +65,9 @@ class Demoter:
         self._inflight = InFlight()
         self._queue: deque[list[tuple[Handle, Hint]]] = deque()
         self._queued: set[bytes] = set()
-        # Why each was dropped.
-        self._owed: OrderedDict[bytes, str] = OrderedDict()
+        # What was dropped, and why.
+        self._owed: OrderedDict[bytes, tuple[BlockRef, str]] = OrderedDict()
+        self._refused: list[Callable[[BlockRef], bool]] = []
         self._bytes = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -83,8 +85,8 @@ class Demoter:
             return
         leased: list[tuple[Handle, Hint]] = []
         for at in _consecutive(fresh):
-            wanted = [refs[place].key for place in at]
-            handles = self._gate.acquire(wanted, _OWNER)
+            wanted = [refs[place] for place in at]
+            handles = self._gate.acquire([ref.key for ref in wanted], _OWNER)
             leased += zip(handles, (hints[place] for place in at), strict=False)
             self._drop("evicted_before_write", wanted[len(handles) :])
         self.enqueue(leased)
@@ -104,8 +106,8 @@ class Demoter:
 
     def lease_run(self, last: BlockRef) -> list[Handle]:
         """Lease the run that is complete with this block, parents first; empty where host lacks one of its blocks."""
-        wanted = [ref.key for ref in members(self._host, last, self.run)]
-        handles = self._gate.acquire(wanted, _OWNER)
+        wanted = members(self._host, last, self.run)
+        handles = self._gate.acquire([ref.key for ref in wanted], _OWNER)
         if len(handles) == self.run:
             return list(handles)
         self._gate.release(handles)
@@ -115,7 +117,11 @@ class Demoter:
     def enqueue(self, leased: Sequence[tuple[Handle, Hint]]) -> int:
         """Queue leased whole runs, parents first, and take over their leases; how many leading records were taken."""
         taken = 0
+        deleted: list[Handle] = []
         with self._changed:
+            gone = self._deleted([handle.ref for handle, _ in leased])
+            if gone:
+                leased, deleted = self._parted(leased, gone.__contains__)
             for at in () if self._closed else range(0, len(leased), self.run):
                 nbytes = sum(handle.nbytes for handle, _ in leased[at : at + self.run])
                 if self._bytes and self._bytes + nbytes > self._bound:
@@ -130,9 +136,25 @@ class Demoter:
                 self.port.writes.started(sum(handle.nbytes for handle, _ in leased[:taken]))
                 self._changed.notify_all()
         rest = [handle for handle, _ in leased[taken:]]
-        self._gate.release(rest)
-        self._drop("queue_full", [handle.ref.key for handle in rest])
+        self._gate.release([*deleted, *rest])
+        self._drop("deleted", [handle.ref for handle in deleted])
+        self._drop("queue_full", [handle.ref for handle in rest])
         return taken
+
+    def _deleted(self, refs: Sequence[BlockRef]) -> set[BlockRef]:
+        """Those of leased blocks that are being deleted, or were since they were leased: host has them no more."""
+        nothing: list[BlockRef | None] = [None] * len(refs)
+        here = self._gate.attempt("refs", lambda: self._host.refs([ref.key for ref in refs]), nothing)
+        gone = {ref for ref, found in zip(refs, here, strict=True) if found is None}
+        return gone.union(ref for ref in refs if any(refuses(ref) for refuses in self._refused))
+
+    def _parted(
+        self, batch: Sequence[tuple[Handle, Hint]], is_gone: Callable[[BlockRef], bool]
+    ) -> tuple[list[tuple[Handle, Hint]], list[Handle]]:
+        """The runs of which nothing is gone, and the records of the others."""
+        alive = whole_runs(batch, [not is_gone(handle.ref) for handle, _ in batch], self.run)
+        kept = {handle for handle, _ in alive}
+        return alive, [handle for handle, _ in batch if handle not in kept]
 
     def lacking(self, refs: Sequence[BlockRef]) -> list[int]:
         """Positions of the blocks that the tier does not hold as well as it could, as far as its index tells.
@@ -164,14 +186,17 @@ class Demoter:
     def untaken(self) -> list[bytes]:
         """Of those, the ones that the tier was given and did not take."""
         with self._changed:
-            return [key for key, reason in self._owed.items() if reason in _UNTAKEN]
+            return [key for key, (_, reason) in self._owed.items() if reason in _UNTAKEN]
 
-    def _drop(self, reason: str, keys: Sequence[bytes]) -> None:
-        if not keys:
+    def _drop(self, reason: str, refs: Sequence[BlockRef]) -> None:
+        if not refs:
             return
-        self.port.drop(reason, len(keys))
+        self.port.drop(reason, len(refs))
+        self._owe(reason, refs)
+
+    def _owe(self, reason: str, refs: Sequence[BlockRef]) -> None:
         with self._changed:
-            self._owed.update(dict.fromkeys(keys, reason))
+            self._owed.update((ref.key, (ref, reason)) for ref in refs)
             while len(self._owed) > _OWED:
                 self._owed.popitem(last=False)
 
@@ -194,24 +219,28 @@ class Demoter:
         self._inflight.wait(going, time.monotonic() + self._patience)
         return all(event.is_set() for event in going)
 
-    def forget(self, keys: Iterable[bytes] | None = None) -> None:
-        """What of these keys (None: of all) is on its way was deleted: it does not arrive, or goes again at once."""
+    @contextmanager
+    def refusing(self, is_gone: Callable[[BlockRef], bool], keys: frozenset[bytes] | None = None) -> Iterator[None]:
+        """Blocks are being deleted: none of them is taken meanwhile, and what of them is on its way does not arrive.
+
+        `keys`: theirs, where they are known.
+        """
         with self._changed:
-            gone = self._queued if keys is None else self._queued.intersection(keys)
-            kept: deque[list[tuple[Handle, Hint]]] = deque()
-            dead: list[Handle] = []
-            for batch in self._queue:
-                alive = whole_runs(batch, [block[0].ref.key not in gone for block in batch], self.run)
-                alive_keys = {block[0].ref.key for block in alive}
-                dead += [handle for handle, _ in batch if handle.ref.key not in alive_keys]
-                if alive:
-                    kept.append(alive)
-            self._queue = kept
+            self._refused.append(is_gone)
+            parted = [self._parted(batch, is_gone) for batch in self._queue]
+            self._queue = deque(alive for alive, _ in parted if alive)
+            dead = [handle for _, gone in parted for handle in gone]
             self._ended(dead)
-            for key in list(self._owed) if keys is None else keys:
-                self._owed.pop(key, None)
-            self._inflight.delete(keys)
+            candidates = self._owed.keys() if keys is None else self._owed.keys() & keys
+            for key in [key for key in candidates if is_gone(self._owed[key][0])]:
+                del self._owed[key]
+            self._inflight.delete(is_gone)
         self._gate.release(dead)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._refused.remove(is_gone)
 
     def _ended(self, handles: Sequence[Handle]) -> None:
         """With the lock held: these do not wait any more."""
@@ -249,7 +278,7 @@ class Demoter:
             except Exception:  # noqa: BLE001  the thread's top level: one bad batch must not end it
                 _log.exception("demotion of %d blocks to %s died", len(mine), self.port.name)
             if not written:
-                self._drop("tier_error", [handle.ref.key for handle, _ in mine])
+                self._drop("tier_error", [handle.ref for handle, _ in mine])
             self.port.take_back(self._inflight.finish(refs))
             self._gate.release(handles)
             with self._changed:
@@ -311,7 +340,7 @@ class Demoter:
                 [block.hint for block in blocks],
             )
             try:
-                full = [b.source.ref.key for b, slot in zip(blocks, slots, strict=True) if isinstance(slot, Full)]
+                full = [b.source.ref for b, slot in zip(blocks, slots, strict=True) if isinstance(slot, Full)]
                 self._drop("refused", full)
                 self._store(self._filled(blocks, slots, early, scratch))
             finally:
@@ -337,7 +366,7 @@ class Demoter:
         """The runs in which nothing is bad; the rest is dropped."""
         kept = whole_runs(blocks, [block.source.ref.key not in bad for block in blocks], self.run)
         keys = {block.source.ref.key for block in kept}
-        self._drop("unencodable", [key for block in blocks if (key := block.source.ref.key) not in keys])
+        self._drop("unencodable", [ref for block in blocks if (ref := block.source.ref).key not in keys])
         return kept
 
     def _filled(
@@ -371,10 +400,18 @@ class Demoter:
         good = [slot for (slot, _), status in zip(pairs, statuses, strict=True) if status is Status.OK]
         self.port.tier.commit(good)
         self.port.writes.observe(sum(slot.nbytes for slot in good), time.perf_counter() - start)
+        self._owe("not_kept", self._lost([slot.ref for slot in good]))
         self._drop(
             "not_written",
-            [s.ref.key for (s, _), status in zip(pairs, statuses, strict=True) if status is not Status.OK],
+            [slot.ref for (slot, _), status in zip(pairs, statuses, strict=True) if status is not Status.OK],
         )
+
+    def _lost(self, refs: Sequence[BlockRef]) -> list[BlockRef]:
+        """Those that a commit dropped and counted, as an index without room does; of a remote tier nobody knows."""
+        if self.port.tier.caps.remote or not self.port.breaker.due:
+            return []
+        here = self.port.present([ref.key for ref in refs], exact=False)
+        return [ref for ref, found in zip(refs, here, strict=True) if not found]
 
     def _encodable(self, block: _Block, scratch: "_Scratch") -> memoryview | None:
         try:

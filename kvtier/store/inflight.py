@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from kvtier.tiers import BlockRef
@@ -28,7 +28,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: dict[tuple[bytes, bool], threading.Event] = {}
+        self._going: dict[tuple[bytes, bool], tuple[BlockRef, threading.Event]] = {}
         self._deleted: set[bytes] = set()
 
     def claim(self, refs: Sequence[BlockRef]) -> Claim:
@@ -37,14 +37,14 @@ class InFlight:
         mine, theirs = [], []
         with self._lock:
             for ref in refs:
-                holder = self._events.get((ref.key, True))
+                holder = self._going.get((ref.key, True))
                 if holder is None and not ref.exact:
-                    holder = self._events.get((ref.key, False))
+                    holder = self._going.get((ref.key, False))
                 mine.append(holder is None)
                 if holder is None:
-                    self._events[ref.key, ref.exact] = event
-                elif holder is not event:
-                    theirs.append(holder)
+                    self._going[ref.key, ref.exact] = ref, event
+                elif holder[1] is not event:
+                    theirs.append(holder[1])
         return Claim(mine, theirs)
 
     def finish(self, refs: Iterable[BlockRef]) -> list[bytes]:
@@ -57,25 +57,24 @@ class InFlight:
         with self._lock:
             events = set()
             for ref in refs:
-                events.add(self._events.pop((ref.key, ref.exact)))
+                events.add(self._going.pop((ref.key, ref.exact))[1])
                 if ref.key in self._deleted:
                     deleted.append(ref.key)
-                    if (ref.key, not ref.exact) not in self._events:
+                    if (ref.key, not ref.exact) not in self._going:
                         self._deleted.discard(ref.key)
             for event in events:
                 event.set()
         return deleted
 
-    def delete(self, keys: Iterable[bytes] | None = None) -> None:
-        """What of these keys (None: of all) is in flight was deleted."""
+    def delete(self, is_gone: Callable[[BlockRef], bool]) -> None:
+        """What of these blocks is in flight was deleted."""
         with self._lock:
-            going = {key for key, _ in self._events}
-            self._deleted |= going if keys is None else going.intersection(keys)
+            self._deleted.update(ref.key for ref, _ in self._going.values() if is_gone(ref))
 
     def going(self, keys: Collection[bytes]) -> list[threading.Event]:
         """The events of those of these keys that are in flight, see `Claim.theirs`."""
         with self._lock:
-            return [event for (key, _), event in self._events.items() if key in keys]
+            return [event for (key, _), (_, event) in self._going.items() if key in keys]
 
     @staticmethod
     def wait(events: Iterable[threading.Event], deadline: float | None) -> None:

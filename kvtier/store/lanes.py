@@ -11,6 +11,7 @@ deadline finds the operation over and cleans up after itself.
 
 import heapq
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -41,10 +42,13 @@ class Lane:
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._closed = False
+        self._pid = os.getpid()
         self._lock = threading.Lock()
 
     def submit(self, job: Callable[[], object]) -> bool:
-        """Queue a job, which must not raise; False: the lane is closed."""
+        """Queue a job, which must not raise; False: the lane is closed, or its threads are the parent's of a fork."""
+        if os.getpid() != self._pid:
+            return False
         with self._lock:
             if self._closed:
                 return False

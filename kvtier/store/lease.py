@@ -25,7 +25,7 @@ class Lease:
         deleted: keys that were deleted while they were leased: they may be read where they lie, and go nowhere.
     """
 
-    __slots__ = ("_closed", "_lock", "_order", "blocks", "checked", "deleted", "exact", "owner", "parts")
+    __slots__ = ("_closed", "_lock", "_order", "_removals", "blocks", "checked", "deleted", "exact", "owner", "parts")
 
     def __init__(
         self, owner: Owner, parts: int = 1, *, exact: bool = True, checked: bool = True, order: Sequence[str] = ()
@@ -38,6 +38,7 @@ class Lease:
         self.deleted: frozenset[bytes] = frozenset()
         self._order = tuple(order)
         self._closed = False
+        self._removals: list[Callable[[BlockRef], bool]] = []
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -72,6 +73,8 @@ class Lease:
             if self._closed:
                 return False
             self.blocks += [(tier, handle) for handle in handles]
+            for is_gone in self._removals:
+                self._note(is_gone, handles)
             return True
 
     def close(self) -> list[tuple[Tier, Handle]]:
@@ -92,9 +95,14 @@ class Lease:
             return True
 
     def delete(self, is_gone: Callable[[BlockRef], bool]) -> None:
-        """Note what of it was deleted."""
+        """Note what of it was deleted; while it grows, handles may come in that were leased before."""
         with self._lock:
-            self.deleted |= {handle.ref.key for _, handle in self.blocks if is_gone(handle.ref)}
+            if not self._closed:
+                self._removals.append(is_gone)
+            self._note(is_gone, [handle for _, handle in self.blocks])
+
+    def _note(self, is_gone: Callable[[BlockRef], bool], handles: Sequence[Handle]) -> None:
+        self.deleted |= {handle.ref.key for handle in handles if is_gone(handle.ref)}
 
     def end(self) -> list[tuple[Tier, Handle]]:
         """Hold nothing any more; returns what was held."""

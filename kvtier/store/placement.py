@@ -12,7 +12,8 @@ it from all processes; for others the store counts what it admits, from its star
 
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -273,10 +274,16 @@ class Placement:
             self._metrics.timeouts.labels(name, "drain").inc()
         return hanging
 
-    def forget(self, keys: Sequence[bytes] | None = None) -> None:
-        """These keys (None: all) were deleted."""
-        for demoter in self._demoters:
-            demoter.forget(keys)
+    @contextmanager
+    def refusing(self, is_gone: Callable[[BlockRef], bool], keys: frozenset[bytes] | None = None) -> Iterator[None]:
+        """Blocks are being deleted: meanwhile they go to no lower tier, nor do those arrive that are on their way.
+
+        `keys`: theirs, where they are known.
+        """
+        with ExitStack() as stack:
+            for demoter in self._demoters:
+                stack.enter_context(demoter.refusing(is_gone, keys))
+            yield
 
     def passed(self, keys: Collection[bytes]) -> list[str]:
         """Wait until none of these keys is being written; in which tiers one still is."""

@@ -34,10 +34,10 @@ from kvtier.store.private import PrivateObjects
 from kvtier.store.promotion import Promoter
 from kvtier.store.putting import Putter, Received
 from kvtier.store.recoding import Recoder
-from kvtier.store.removal import Removal
+from kvtier.store.removal import Remover
 from kvtier.store.results import Located, PutOutcome, PutResult, StoreMatch
 from kvtier.store.sessions import SessionBook, Turns
-from kvtier.tiers import OWN_WORK, BlockRef, Owner, Tier, namespaces_in
+from kvtier.tiers import OWN_WORK, BlockRef, Owner, Tier
 
 __all__ = ["TieredStore"]
 
@@ -99,11 +99,12 @@ class TieredStore:
             Demoter(host, gate, port, self._recoder, bound=options.writeback_bytes, patience=options.load_deadline)
             for port in self._ports[1:]
         ]
-        inflight = self._inflight = InFlight()
+        inflight = InFlight()
         self._placement = Placement(host, gate, self._demoters, options, self.metrics, clock)
         self._putter = Putter(gate, host, inflight, self._recoder, self._placement, self.metrics)
         self._promoter = Promoter(self._ports, host, inflight, self._recoder, self._placement, self.metrics)
         self._leases = Leases(self._ports)
+        self._remover = Remover(self._ports, inflight, self._leases, self._placement)
         self._pins = Pins(gate, self.metrics, clock)
         self._book = SessionBook(options.session_keys)
         self._turns = Turns(options.prefetch, self._book, clock)
@@ -451,20 +452,7 @@ class TieredStore:
             BlocksRemain: a tier failed or gave no answer; from the others they are gone.
         """
         self._barrier()
-        self._inflight.delete(keys)
-        self._placement.forget(keys)
-        gone, (gate, *_) = frozenset(keys), self._ports
-        removal = Removal(self._placement.passed(gone))
-        there = nowhere = [False] * len(keys)
-        for port in self._ports:
-            here = removal.of(port, partial(port.remove, keys), nowhere)
-            there = [before or now for before, now in zip(there, here, strict=True)]
-        self._leases.delete(lambda ref: ref.key in gone)
-        # And again, from host: a load that began before its lease knew has arrived by now, or is in flight.
-        self._inflight.delete(keys)
-        removal.of(gate, partial(gate.remove, keys), nowhere)
-        removal.finish()
-        return sum(there)
+        return self._remover.delete(keys)
 
     def clear(self, tier_name: str | None = None, *, ns: int | Collection[int] | None = None) -> None:
         """Remove every block of one or several namespaces (None: all) from one tier (None: all).
@@ -478,22 +466,8 @@ class TieredStore:
         names = [tier.name for tier in self.tiers]
         if tier_name not in (None, *names):
             raise ConfigError(f"no tier {tier_name!r}: expected one of {', '.join(names)}; a namespace goes to ns=")
-        chosen = [port for port in self._ports if tier_name in (None, port.name)]
-        hanging = self._settled()
-        removal = Removal(port.name for port in chosen if port.name in hanging)
-        if tier_name in (None, self.host.name):
-            self._inflight.delete()
-        if tier_name is None and ns is None:
-            self._placement.forget()
-        for port in chosen:
-            removal.of(port, partial(port.clear, ns), None)
-        if tier_name is None and self.lower:
-            # As in `delete`.
-            spaces = namespaces_in(ns)
-            self._leases.delete(lambda ref: spaces is None or ref.ns in spaces)
-            self._inflight.delete()
-            removal.of(self._ports[0], partial(self._ports[0].clear, ns), None)
-        removal.finish()
+        self._barrier()
+        self._remover.clear(tier_name, ns)
 
     # ---- the whole
 
@@ -512,11 +486,8 @@ class TieredStore:
         Returns:
             False where a tier made no progress for `StoreOptions.load_deadline`: it is not waited for any longer.
         """
-        return not self._settled()
-
-    def _settled(self) -> list[str]:
         self._barrier()
-        return self._placement.settle()
+        return not self._placement.settle()
 
     def _barrier(self) -> None:
         done = threading.Event()

@@ -1,7 +1,9 @@
 """Segment files that vanish, disks that hang, commits that wait for one another."""
 
+import contextlib
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import until
 
 from kvtier.errors import LeaseError
 from kvtier.metrics import Metrics
@@ -355,3 +358,26 @@ def test_a_child_of_fork_keeps_no_lock_alive(tmp_path: Path) -> None:
         parent.kill()
         os.kill(int(child), 9)
         parent.communicate()
+
+
+def test_a_process_that_dies_in_the_midst_of_a_look_up_does_not_make_the_index_grow(tmp_path: Path) -> None:
+    """Its snapshot would keep every page that is freed from being used again."""
+    program = """if True:
+        import os, signal, sys
+        from pathlib import Path
+        from kvtier.nvme import NvmeOptions, NvmeTier
+        tier = NvmeTier(Path(sys.argv[1]), 4 << 20, NvmeOptions(segment_bytes=1 << 20, min_free_bytes=0))
+        with tier._index.read():
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with contextlib.closing(NvmeTier(tmp_path / "n", 4 * _MIB, _OPTIONS)) as tier:
+        put(tier, chain_refs(24), _SIZE)
+        died = subprocess.run([sys.executable, "-c", program, str(tmp_path / "n")], check=False)
+        assert died.returncode == -signal.SIGKILL
+        until(lambda: "no active readers" in tier._index._env.readers())
+        for seed in range(100):
+            put(tier, chain_refs(24, seed=seed), 4096)
+        before = tier.stats()["index_bytes"]
+        for seed in range(300):
+            put(tier, chain_refs(24, seed=seed), 4096)
+        assert tier.stats()["index_bytes"] <= 2 * before

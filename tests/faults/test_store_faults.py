@@ -1,6 +1,7 @@
 """A failing tier below host: every fault is a miss or a counted drop, never an exception and never a leak."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -164,6 +165,26 @@ def test_a_closed_store_is_a_miss() -> None:
     for remove in (lambda: store.delete(keys("a", 2)), store.clear):
         with pytest.raises(BlocksRemain, match=r"blocks remain in host .*closed.*; below .*closed"):
             remove()
+
+
+def test_a_child_of_fork_waits_for_nobody() -> None:
+    """The store's threads are its parent's."""
+    with contextlib.closing(TieredStore(HostTier(16 * BLOCK), [ExtentTier(16 * BLOCK, name="below")])) as store:
+        store.put(items("a", 2)).result(30)
+        store.flush()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                dropped = store.put(items("b", 2)).result(5).dropped
+                loaded = store.fetch(store.acquire(keys("a", 2), "child").result(5), 0, 2).result(5)
+                store.flush()
+                store.close()
+                status = 10 * dropped + loaded
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 20
+        assert fetched(store, keys("a", 2)) == 2
 
 
 def test_close_drains_what_was_put() -> None:

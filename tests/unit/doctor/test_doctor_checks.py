@@ -178,13 +178,20 @@ def test_a_directory_of_an_earlier_run(subject: Build, worst: Worst, tmp_path: P
         ({"version": 99}, PROBLEM, "format version 99"),
         ({"clean": False, "boot_id": "another"}, WARNING, "starts empty"),
         ({"clean": False, "boot_id": "another", "durable": True}, OK, "earlier run"),
+        ({"damaged": True}, WARNING, "starts empty: its index was found damaged"),
     ):
         meta.write_text(json.dumps(sound | changed))
         finding = worst("directory", subject())
         assert finding.level is level
         assert says in finding.what
-    meta.write_text("{")
-    assert "is damaged" in worst("directory", subject()).what
+    for text, says in (
+        ("{", "cannot be read"),
+        ("{}", "version None"),
+        (json.dumps(sound | {"uuid": "x"}), "is damaged"),
+    ):
+        meta.write_text(text)
+        finding = worst("directory", subject())
+        assert (finding.level, says in finding.what, bool(finding.remedy)) == (PROBLEM, True, True)
     # Nothing was opened, repaired or thrown away.
     assert sorted(path.rglob("*")) == files
 

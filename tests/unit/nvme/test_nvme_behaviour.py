@@ -447,6 +447,15 @@ def test_durable_syncs_bytes_before_the_index_names_them(tmp_path: Path, monkeyp
     tier.close()
 
 
+@pytest.mark.parametrize("durable", [False, True])
+def test_durable_commits_wait_for_the_page_that_makes_them_count(tmp_path: Path, durable: bool) -> None:
+    """LMDB may put that one off to the next commit: a power loss would take the last one back, which was reported."""
+    tier = NvmeTier(tmp_path / "n", 2 * _MIB, NvmeOptions(min_free_bytes=0, durable=durable))
+    flags = tier._index._env.flags()
+    assert (flags["sync"], flags["metasync"]) == (durable, durable)
+    tier.close()
+
+
 def test_flush_that_the_disk_refuses_is_counted_and_not_clean(
     tmp_path: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Bytes between callers' buffers and segment files, against the files' own content."""
 
+import errno
 import os
 import random
 import time
@@ -58,6 +59,18 @@ def _on_disk(directory: Path) -> bytes:
 
 def test_takes_direct_io_leaves_nothing_behind(tmp_path: Path) -> None:
     takes_direct_io(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("code", "taken"), [(errno.EINVAL, False), (errno.ENOSPC, True), (errno.EDQUOT, True)])
+def test_a_full_disk_is_no_reason_for_buffered_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, taken: bool
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    assert takes_direct_io(tmp_path) is taken
     assert list(tmp_path.iterdir()) == []
 
 

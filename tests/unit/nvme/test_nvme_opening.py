@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -152,6 +152,33 @@ def test_a_new_directory_with_a_full_disk(path: Path, monkeypatch: pytest.Monkey
     assert not path.exists()
 
 
+def test_a_process_may_change_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refs = _filled(Path("nvme"))
+    tier = _open(Path("nvme"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    _assert_loads(tier, refs)
+    more = chain_refs(100, seed=2)  # in files that nobody opened so far
+    put(tier, more, _SIZE)
+    _assert_loads(tier, more)
+    tier.close()
+    assert _meta(tmp_path / "nvme")["clean"] is True
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_names_that_are_nobodys_are_left_alone(path: Path) -> None:
+    refs = _filled(path)
+    for name in ("locks/" + "x" * 32, "seg-old.kv"):
+        (path / name).touch()
+    tier = _open(path)
+    _assert_loads(tier, refs)
+    assert tier.stats()["segments"] == len(list(path.glob("seg-0*.kv")))
+    tier.close()
+    assert _meta(path)["clean"] is True
+    assert (path / "seg-old.kv").exists()
+
+
 def test_one_tier_per_directory_and_process(path: Path, tmp_path: Path) -> None:
     tier = _open(path)
     (tmp_path / "link").symlink_to(path)
@@ -203,6 +230,24 @@ class TestAfterTheMachineStopped:
         # The last opener was not durable.
         _set_meta(path, boot_id="another boot")
         tier = _open(path, durable=True)
+        assert run_length(tier, refs) == 0
+        tier.close()
+
+    def test_rows_that_were_not_written_back_are_made_anew(self, path: Path) -> None:
+        """Pages of a mapping reach the disk in any order: here that of the header, which counts the rows, did not."""
+        tier = _open(path, durable=True)
+        header = (path / "recency.bin").read_bytes()[:4096]
+        refs = chain_refs(5)
+        put(tier, refs, _SIZE)
+        _abandon(tier)
+        _set_meta(path, boot_id="another boot")
+        with (path / "recency.bin").open("r+b") as file:
+            file.write(header)
+        tier = _open(path, durable=True)
+        assert tier.check()["lost_rows"] == 0
+        _assert_loads(tier, refs)
+        for seed in range(2, 20):
+            put(tier, chain_refs(20, seed=seed), _SIZE)
         assert run_length(tier, refs) == 0
         tier.close()
 
@@ -332,6 +377,21 @@ class TestAnotherCapacity:
         assert tier.stats()["bytes"] <= 2 * _MIB - 8192
         tier.close()
 
+    def test_files_are_shortened_also_if_whoever_made_it_smaller_died_before(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tier = _open(path, 4 * _MIB)
+        self._many(tier)
+        tier.close()
+        monkeypatch.setattr("kvtier.nvme.segments.Segments.cut", lambda *_: None)
+        _abandon(_open(path, 2 * _MIB))
+        monkeypatch.undo()
+        assert sum(file.stat().st_size for file in path.glob("seg-*.kv")) > 2 * _MIB
+        tier = _open(path, 2 * _MIB)
+        assert sum(file.stat().st_size for file in path.glob("seg-*.kv")) <= 2 * _MIB
+        assert tier.check(verify=True)["corrupt"] == 0
+        tier.close()
+
     @pytest.mark.parametrize("segment_bytes", [_MIB, 3 * _MIB])
     def test_larger_grows_in_segments_of_the_size_that_is_there(self, path: Path, segment_bytes: int) -> None:
         tier = _open(path, 2 * _MIB)
@@ -445,17 +505,31 @@ def test_a_forked_child_gets_an_error_and_harms_nobody(path: Path) -> None:
     tier = _open(path)
     refs = chain_refs(3)
     put(tier, refs, _SIZE)
+    leased = tier.acquire([refs[0].key], "parent").wait(30).handles
+    reserved = tier.reserve(chain_refs(1, seed=2), [_SIZE], ["raw"], "parent")
+    buffer = memoryview(bytearray(_SIZE))
+    verbs: list[Callable[[], object]] = [
+        lambda: tier.contains([refs[0].key]),
+        # Its threads are not there to end these.
+        lambda: tier.read([(leased[0], buffer)]),
+        lambda: tier.write([(reserved[0], buffer)]),
+        tier.flush,
+    ]
     child = os.fork()
     if child == 0:
-        status = 1
+        refused = 0
         try:
-            tier.contains([refs[0].key])
-        except TierUnavailable:
+            for verb in verbs:
+                try:
+                    verb()
+                except TierUnavailable:
+                    refused += 1
             tier.close()
-            status = 0
         finally:
-            os._exit(status)
+            os._exit(len(verbs) - refused)
     assert os.waitpid(child, 0)[1] == 0
+    tier.release(leased)
+    tier.abort(reserved)
     assert len(list((path / "locks").iterdir())) == 1
     _assert_loads(tier, refs)
     tier.close()

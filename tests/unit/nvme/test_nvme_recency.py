@@ -189,6 +189,63 @@ class TestHints:
         clock[0] += 100
         assert _keys(recency, 4) == _heads([*old, *chain[::-1]])
 
+    def test_a_ttl_that_is_given_later_prolongs_and_never_shortens(
+        self, tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = [1_000_000.0]
+        monkeypatch.setattr("time.time", lambda: clock[0])
+        recency = Recency(tmp_path / "r", _UUID)
+        old, chain = chain_refs(2, seed=1), chain_refs(4, seed=2)
+        _enter(recency, index, old)
+        rows = _enter(recency, index, chain)
+        brief = chain_refs(2, seed=3)
+        short = _enter(recency, index, brief, [Hint(ttl=5)] * 2)
+        # Of a prompt's first blocks, which are everybody's, one request alone may know that it will not come again.
+        recency.hint(rows[:2], [Hint(ttl=5)] * 2)
+        recency.hint(short, [Hint(ttl=50)] * 2)
+        clock[0] += 10
+        recency.hint(short, [Hint(ttl=1)] * 2)
+        assert _keys(recency, 8) == _heads([*old[::-1], *chain[::-1], *brief[::-1]])
+        clock[0] += 100
+        assert _keys(recency, 8) == _heads([*brief[::-1], *old[::-1], *chain[::-1]])
+        recency.hint(short, [Hint()] * 2)
+        assert _keys(recency, 8) == _heads([*old[::-1], *chain[::-1], *brief[::-1]])
+
+    @pytest.mark.parametrize("fineness", [12, 3])
+    def test_nothing_goes_before_what_builds_on_it_whatever_hints_say(
+        self, tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch, fineness: int
+    ) -> None:
+        monkeypatch.setattr("kvtier.nvme.recency._FINENESS", fineness)  # 3: ages as coarse as in many rows
+        clock = [1_000_000.0]
+        monkeypatch.setattr("time.time", lambda: clock[0])
+        recency, dice = Recency(tmp_path / "r", _UUID), random.Random(fineness)
+        hints = [None, Hint(), Hint(reuse="none"), Hint(ttl=5), Hint(ttl=60), Hint(ttl=600)]
+        chains: list[list[tuple[BlockRef, int]]] = []  # every path from a root down: what a request would use
+        for _ in range(400):
+            what = dice.random()
+            if what < 0.3 or not chains:
+                above = dice.choice(chains)[: dice.randint(1, 9)] if chains and dice.random() < 0.8 else []
+                made, parent = [], above[-1][0] if above else None
+                for _ in range(dice.randint(1, 4)):
+                    depth, name = (0, None) if parent is None else (parent.depth + 1, parent.key)
+                    parent = BlockRef(dice.randbytes(16), 0, depth, name, exact=True)
+                    made.append(parent)
+                rows = _enter(recency, index, made, [dice.choice(hints)] * len(made))
+                chains.append([*above, *zip(made, rows, strict=True)])
+            else:
+                some = [row for _, row in dice.choice(chains)][dice.choice([0, 0, 1, 2]) :]
+                if what < 0.6:
+                    recency.renew(some)
+                elif what < 0.8:
+                    recency.hint(some, [dice.choice(hints[1:])] * len(some))
+                else:
+                    clock[0] += dice.choice([1, 10, 100])
+            parents = {ref.key[:8]: ref.parent for chain in chains for ref, _ in chain}
+            left = {head for head, parent in parents.items()}
+            for head in _keys(recency, 10_000):
+                left.remove(head)
+                assert not any(parents[other] is not None and parents[other][:8] == head for other in left)
+
 
 def test_rows_outlive_the_process_and_grow(tmp_path: Path, index: Index) -> None:
     recency = Recency(tmp_path / "r", _UUID)

@@ -244,7 +244,7 @@ def test_all_parts_of_a_block_or_none_while_another_brings_one_of_them(store: Ti
     lease = store.acquire([key("a", 0, 0)], "test").result(10)
     below.inject(Fault("read", Kind.HANG))
     coming = store.fetch(lease, 0, 1)
-    while not store._inflight._events:
+    while not store._remover._inflight._going:
         time.sleep(0.001)
     # Part 1 of block 1 is larger than the tier: block 1 falls, block 0 does not.
     ref = BlockRef(key("a", 1, 1), NS, 1, key("a", 0, 1), exact=True)
