@@ -90,20 +90,24 @@ def valkey_server(directory: Path, capacity: int) -> Iterator[Running]:
 
 @contextmanager
 def raw_sockets(directory: Path, capacity: int) -> Iterator[Running]:
-    """A process that receives into, and sends from, memory that was touched before, of `capacity` bytes."""
+    """A process that receives into, and sends from, a buffer per connection, or a region of `capacity` bytes."""
     log, path = directory / "raw.log", directory / "raw.sock"
     with _started([sys.executable, __file__, str(path), str(capacity)], log) as process:
         port = _said(process, log, r"port=(\d+)")[1]
         yield Running(process, tcp=f"127.0.0.1:{port}", unix=str(path))
 
 
-def _serve(sock: socket.socket, region: memoryview, first: int) -> None:
-    """Calls begin at the `first` byte of the region, cold ones each behind the one before."""
-    head, at = bytearray(9), first
+def _serve(sock: socket.socket, region: memoryview, at: int) -> None:
+    """Cold calls go through the region from `at` on, one behind the other; all others have memory of their own."""
+    own, head = memoryview(b""), bytearray(9)
     while sock.recv_into(head, 9, socket.MSG_WAITALL) == 9:
         verb, nbytes = bytes(head[:1]), int.from_bytes(head[1:], "little")
-        at = (at + nbytes) % (region.nbytes - nbytes) if verb in (COLD_PUT, COLD_GET) else first
-        memory = region[at : at + nbytes]
+        if own.nbytes < nbytes:
+            own = memoryview(bytearray(b"\1") * nbytes)
+        memory = own[:nbytes]
+        if verb in (COLD_PUT, COLD_GET):
+            at = (at + nbytes) % (region.nbytes - nbytes)
+            memory = region[at : at + nbytes]
         if verb in (PUT, COLD_PUT):
             require(sock.recv_into(memory, nbytes, socket.MSG_WAITALL) == nbytes, "cut")
             sock.sendall(verb)
