@@ -65,7 +65,7 @@ class Engine:
         index: what it has, by its events.
         up: it answers. draining: it takes nothing more. adapters: model -> LoRA adapter that it stands for (empty:
             none); None before it told its models.
-        lost: set while it has not answered for so long that what it was asked is asked elsewhere.
+        lost: set while it has not answered for so long that nobody waits for what it was asked.
         active: requests under way. computing: tokens of prompts without an answer so far.
     """
 
@@ -125,7 +125,7 @@ class Engine:
             self.lost.set()
 
     def seen(self) -> None:
-        """It answered."""
+        """It answered, or goes on with an answer."""
         self._unseen = 0
         self.lost.clear()
 
