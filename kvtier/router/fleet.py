@@ -13,11 +13,10 @@ from kvtier.router.expected import Expected
 from kvtier.router.index import PrefixIndex
 from kvtier.router.prompts import Prompt
 
-__all__ = ["Address", "Attempt", "Engine", "Fleet", "addresses"]
+__all__ = ["LOST_AFTER", "Address", "Attempt", "Engine", "Fleet", "addresses"]
 
-
-# Looks in a row that came to nothing, until nobody waits any more for what an engine was asked.
-_LOST_AFTER = 3
+LOST_AFTER = 3
+"""Looks in a row that came to nothing, until nobody waits any more for what an engine was asked."""
 _URL = re.compile(r"https?://[A-Za-z0-9.\-_\[\]:]+(/[A-Za-z0-9.\-_/]*)?")
 
 
@@ -121,7 +120,7 @@ class Engine:
     def missed(self) -> None:
         """A look at it came to nothing."""
         self._unseen += 1
-        if self._unseen >= _LOST_AFTER:
+        if self._unseen >= LOST_AFTER:
             self.lost.set()
 
     def seen(self) -> None:

@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from kvtier.config import RouterSettings
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.http.access import note
-from kvtier.http.connection import Gone, unless, while_connected
+from kvtier.http.connection import Gone, left, unless, while_connected
 from kvtier.router.fleet import Attempt, Engine, Fleet
 from kvtier.router.prompts import Prompt
 from kvtier.router.telemetry import Telemetry
@@ -78,6 +79,8 @@ class Proxy:
             timeout=httpx.Timeout(None, connect=settings.connect_timeout),
             verify=_authorities(settings.ca_file),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=1024, keepalive_expiry=_KEPT_SECONDS),
+            # Those of one client are none of the next one's.
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             trust_env=False,
         )
 
@@ -157,6 +160,9 @@ class Proxy:
             content: its body.
             prompt: of it; an empty one goes to whoever has the least to do.
             began: when it came, by `time.perf_counter`.
+
+        Raises:
+            Gone: the client went away before an answer began.
         """
         tried: list[Engine] = []
         last: Response | None = None
@@ -194,7 +200,7 @@ class Proxy:
             content=content,
         )
         try:
-            answer = await _unless_lost(engine, self.client.send(outgoing, stream=True))
+            answer = await _unless_lost(engine, self.client.send(outgoing, stream=True), left(request.receive))
             if answer.status_code not in _BUSY:
                 return answer
             busy = await _unless_lost(engine, _whole(answer))
@@ -293,15 +299,18 @@ async def _within(seconds: float, work: Coroutine[Any, Any, _T]) -> _T:
         raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from error
 
 
-async def _unless_lost(engine: Engine, work: Coroutine[Any, Any, _T]) -> _T:
+async def _unless_lost(engine: Engine, work: Coroutine[Any, Any, _T], *gone: Coroutine[Any, Any, object]) -> _T:
     """Run `work`, which waits for an engine, to its end.
 
     Raises:
+        Gone: one of `gone` ended before.
         httpx.ReadTimeout: the engine was lost before.
     """
     try:
-        return await unless(engine.lost.wait(), work)
+        return await unless(work, engine.lost.wait(), *gone)
     except Gone as error:
+        if not engine.lost.is_set():
+            raise
         raise httpx.ReadTimeout("nothing comes from it, and it does not answer") from error
 
 

@@ -1,4 +1,4 @@
-"""An engine that stops itself (SIGSTOP) where it is told to, in a process of its own: prints its URL, serves until killed.
+"""An engine that stops itself (SIGSTOP) where it is told to, in a process of its own. Prints its URL.
 
 `Authorization: stop PORT MOMENT` is for the engine on that port:
 
@@ -12,8 +12,8 @@ It can be continued, and goes on from there.
 """
 
 import json
-import os
 import signal
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -56,7 +56,8 @@ class Engine(BaseHTTPRequestHandler):
 
     def _stop_at(self, moment: str) -> None:
         if self._is_told(moment):
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread, which else would go on for a moment.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     def log_message(self, *_: Any) -> None:
         """Nothing."""
