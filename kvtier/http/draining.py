@@ -11,6 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvtier.http.listening import shown
+from kvtier.http.protocol import HeadProtocol
 
 __all__ = ["Drainable", "DrainingServer", "adopt_log"]
 
@@ -61,6 +62,7 @@ class DrainingServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
+            **{"http": HeadProtocol, **options},
             log_config=None,
             access_log=False,
             server_header=False,
@@ -68,7 +70,6 @@ class DrainingServer(uvicorn.Server):
             ws="none",
             lifespan="off",
             timeout_graceful_shutdown=_CLOSE_SECONDS,
-            **options,
         )
         super().__init__(config)
         self._drainable = served

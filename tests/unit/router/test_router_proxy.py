@@ -335,6 +335,10 @@ def test_its_own_keys_open_it_and_go_on_to_the_engines(stack: ExitStack, pair: l
         refused = router.http.post("/v1/completions", json={"prompt": "a"}, headers={"Authorization": key})
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"] == "Bearer"
+    with socket.create_connection(("127.0.0.1", httpx.URL(router.url).port)) as line:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: router\r\nTransfer-Encoding: chunked\r\n\r\n"
+        line.sendall(head + b"2\r\n{}\r\n0\r\nAuthorization: Bearer sesame\r\n\r\n")
+        assert line.makefile("rb").readline().split()[1] == b"401", "what follows a body is no header"
     assert router.http.get("/metrics").status_code == 401
     assert router.http.get("/healthz").status_code == 200
     assert not pair[0].requests + pair[1].requests
