@@ -60,9 +60,9 @@ class DrainingServer(uvicorn.Server):
         fields: dict[str, object] | None = None,
         **options: Any,
     ) -> None:
+        options.setdefault("http", HeadProtocol)
         config = uvicorn.Config(
             app,
-            **{"http": HeadProtocol, **options},
             log_config=None,
             access_log=False,
             server_header=False,
@@ -70,6 +70,7 @@ class DrainingServer(uvicorn.Server):
             ws="none",
             lifespan="off",
             timeout_graceful_shutdown=_CLOSE_SECONDS,
+            **options,
         )
         super().__init__(config)
         self._drainable = served
