@@ -57,7 +57,9 @@ class RouterSettings(Section):
         default=64, description="Tokens of prefill that a request under way weighs as much as, beside its own"
     )
     health_interval: Seconds = Field(default=2.0, description="Seconds between two looks at each engine")
-    connect_timeout: Seconds = Field(default=5.0, description="Seconds that an engine has to take a connection")
+    connect_timeout: Seconds = Field(
+        default=5.0, description="Seconds that an engine has to take a connection, and to answer a look at it"
+    )
     tokenize_timeout: Seconds = Field(
         default=2.0, description="Seconds that an engine has for /tokenize; then the prompt is told by its text"
     )

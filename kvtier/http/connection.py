@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-__all__ = ["Gone", "unless", "while_connected"]
+__all__ = ["Gone", "left", "unless", "while_connected"]
 
 T = TypeVar("T")
 
@@ -15,33 +15,35 @@ class Gone(Exception):
     """What the work needed is not there any more."""
 
 
-async def unless(gone: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end, or until `gone` ends, which cancels it.
+async def unless(work: Coroutine[Any, Any, T], *gone: Coroutine[Any, Any, object]) -> T:
+    """Run `work` to its end, or until one of `gone` ends, which cancels it.
 
     Raises:
         Gone: it was cancelled.
     """
-    job, end = asyncio.create_task(work), asyncio.create_task(gone)
+    job = asyncio.create_task(work)
+    tasks = [job, *map(asyncio.create_task, gone)]
     try:
-        await asyncio.wait((job, end), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not job.done():
             raise Gone
         return job.result()
     finally:
-        job.cancel()
-        end.cancel()
-        await asyncio.gather(job, end, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
     """Run `work` to its end, or until the client goes away, which cancels it; returns whether it ended."""
     try:
-        await unless(_left(receive), work)
+        await unless(work, left(receive))
     except Gone:
         return False
     return True
 
 
-async def _left(receive: Receive) -> None:
+async def left(receive: Receive) -> None:
+    """Wait until the client goes away, which has sent its whole request."""
     while (await receive())["type"] != "http.disconnect":
         pass

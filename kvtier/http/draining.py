@@ -11,6 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvtier.http.listening import shown
+from kvtier.http.protocol import HeadProtocol
 
 __all__ = ["Drainable", "DrainingServer", "adopt_log"]
 
@@ -59,6 +60,7 @@ class DrainingServer(uvicorn.Server):
         fields: dict[str, object] | None = None,
         **options: Any,
     ) -> None:
+        options.setdefault("http", HeadProtocol)
         config = uvicorn.Config(
             app,
             log_config=None,

@@ -9,13 +9,14 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtier.config import RouterSettings
-from kvtier.http.access import AccessLog
+from kvtier.http.access import AccessLog, note
+from kvtier.http.connection import Gone
 from kvtier.http.keys import knows_key
 from kvtier.router.fleet import Address, Fleet
 from kvtier.router.prompts import EngineTokens, LocalTokens, NoTokens, Prompt, Tokens, prompt_of
@@ -170,6 +171,7 @@ def make_app(router: Router, api_keys: Sequence[str] = ()) -> Starlette:
             Middleware(AccessLog, label=label, answered=router.telemetry.over, log="kvtier.router.access"),
             Middleware(_Keys, keys=api_keys),
         ],
+        exception_handlers={ClientDisconnect: _left, Gone: _left},
     )
 
 
@@ -205,6 +207,12 @@ class _Counted(Response):
             await self._inner(scope, receive, send)
         finally:
             self._router.ended()
+
+
+async def _left(request: Request, _: Exception) -> Response:
+    # For the log alone: nobody is there to read it.
+    note(request.scope, disconnected=True)
+    return Response(status_code=499)
 
 
 async def _body(request: Request, limit: int) -> bytes | None:

@@ -13,11 +13,10 @@ from kvtier.router.expected import Expected
 from kvtier.router.index import PrefixIndex
 from kvtier.router.prompts import Prompt
 
-__all__ = ["Address", "Attempt", "Engine", "Fleet", "addresses"]
+__all__ = ["LOST_AFTER", "Address", "Attempt", "Engine", "Fleet", "addresses"]
 
-
-# Looks in a row that came to nothing, until nobody waits any more for what an engine was asked.
-_LOST_AFTER = 3
+LOST_AFTER = 3
+"""Looks in a row that came to nothing, until nobody waits any more for what an engine was asked."""
 _URL = re.compile(r"https?://[A-Za-z0-9.\-_\[\]:]+(/[A-Za-z0-9.\-_/]*)?")
 
 
@@ -65,7 +64,7 @@ class Engine:
         index: what it has, by its events.
         up: it answers. draining: it takes nothing more. adapters: model -> LoRA adapter that it stands for (empty:
             none); None before it told its models.
-        lost: set while it has not answered for so long that what it was asked is asked elsewhere.
+        lost: set while it has not answered for so long that nobody waits for what it was asked.
         active: requests under way. computing: tokens of prompts without an answer so far.
     """
 
@@ -121,11 +120,11 @@ class Engine:
     def missed(self) -> None:
         """A look at it came to nothing."""
         self._unseen += 1
-        if self._unseen >= _LOST_AFTER:
+        if self._unseen >= LOST_AFTER:
             self.lost.set()
 
     def seen(self) -> None:
-        """It answered."""
+        """It answered, or goes on with an answer."""
         self._unseen = 0
         self.lost.clear()
 

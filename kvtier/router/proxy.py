@@ -1,17 +1,18 @@
 """One request: choose an engine, send the request, pass on what comes as it comes.
 
 Until the answer begins another engine is tried where one cannot be reached, stops answering or takes nothing more;
-after that nothing is repeated: what was passed on cannot be taken back.
+after that nothing is repeated: what was passed on cannot be taken back, and is cut short where the rest does not come.
 """
 
 import asyncio
 import logging
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from starlette.requests import Request
@@ -21,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from kvtier.config import RouterSettings
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.http.access import note
-from kvtier.http.connection import Gone, unless, while_connected
+from kvtier.http.connection import Gone, left, unless, while_connected
 from kvtier.router.fleet import Attempt, Engine, Fleet
 from kvtier.router.prompts import Prompt
 from kvtier.router.telemetry import Telemetry
@@ -29,6 +30,7 @@ from kvtier.router.telemetry import Telemetry
 __all__ = ["Proxy", "refusal"]
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _BUSY = {429: "full", 503: "unavailable"}
 _RETRY_AFTER = 1
@@ -77,6 +79,8 @@ class Proxy:
             timeout=httpx.Timeout(None, connect=settings.connect_timeout),
             verify=_authorities(settings.ca_file),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=1024, keepalive_expiry=_KEPT_SECONDS),
+            # Those of one client are none of the next one's.
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             trust_env=False,
         )
 
@@ -122,8 +126,8 @@ class Proxy:
             _log.info("engine is up", extra={"engine": engine.name})
         engine.up = True
 
-    async def _probe(self, engine: Engine, path: str) -> httpx.Response:
-        return await self.client.get(engine.url + path, timeout=self._settings.connect_timeout)
+    async def _probe(self, engine: Engine, path: str, headers: Mapping[str, str] | None = None) -> httpx.Response:
+        return await _within(self._settings.connect_timeout, self.client.get(engine.url + path, headers=headers))
 
     def _down(self, engine: Engine, why: object) -> None:
         if engine.up:
@@ -138,15 +142,11 @@ class Proxy:
         if not usable:
             raise KVTierError("no engine is up that has this model")
         engine = min(usable, key=lambda one: (one.computing, one.active))
-        response = await self.client.post(
-            engine.url + "/tokenize",
-            json=fields,
-            headers={name: headers[name] for name in ("authorization",) if name in headers},
-            timeout=self._settings.tokenize_timeout,
-        )
+        asked = self.client.post(engine.url + "/tokenize", json=fields, headers=_credentials(headers))
+        response = await _within(self._settings.tokenize_timeout, asked)
         try:
             found = response.raise_for_status().json()["tokens"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise KVTierError(f"{engine.name}/tokenize: {error!r}: expected an object with tokens") from error
         if not (isinstance(found, list) and all(type(token) is int for token in found)):
             raise KVTierError(f"{engine.name}/tokenize: expected a list of token ids")
@@ -160,6 +160,9 @@ class Proxy:
             content: its body.
             prompt: of it; an empty one goes to whoever has the least to do.
             began: when it came, by `time.perf_counter`.
+
+        Raises:
+            Gone: the client went away before an answer began.
         """
         tried: list[Engine] = []
         last: Response | None = None
@@ -197,11 +200,11 @@ class Proxy:
             content=content,
         )
         try:
-            answer = await unless(engine.lost.wait(), self.client.send(outgoing, stream=True))
+            answer = await _unless_lost(engine, self.client.send(outgoing, stream=True), left(request.receive))
             if answer.status_code not in _BUSY:
                 return answer
-            busy = await _whole(answer)
-        except (httpx.TransportError, Gone) as error:
+            busy = await _unless_lost(engine, _whole(answer))
+        except httpx.TransportError as error:
             self._telemetry.retried(attempt, "unreachable")
             _log.warning("engine does not answer", extra={"engine": engine.name, "why": repr(error)})
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
@@ -212,11 +215,10 @@ class Proxy:
 
     async def models(self, headers: Mapping[str, str], name: str | None = None) -> Response:
         """What all engines together have, as each of them tells this caller; or the one model of a name."""
-        sent = {name: headers[name] for name in ("authorization",) if name in headers}
+        sent = _credentials(headers)
         up = [engine for engine in self._fleet.engines if engine.up]
         answers = await asyncio.gather(
-            *(self.client.get(f"{engine.url}/v1/models", headers=sent, timeout=10) for engine in up),
-            return_exceptions=True,
+            *(self._probe(engine, "/v1/models", sent) for engine in up), return_exceptions=True
         )
         good = [one for one in answers if isinstance(one, httpx.Response) and one.status_code == 200]
         refused = next(
@@ -233,7 +235,7 @@ class Proxy:
 
 
 class _Relay(Response):
-    """Passes an engine's answer on, piece by piece, until its end or until the client goes away."""
+    """Passes an engine's answer on, piece by piece, until its end or until the client or the engine goes away."""
 
     def __init__(self, answer: httpx.Response, attempt: Attempt, telemetry: Telemetry, began: float) -> None:
         super().__init__()
@@ -245,7 +247,7 @@ class _Relay(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
         try:
-            if not await while_connected(receive, self._pass_on(send)):
+            if not await while_connected(receive, _unless_lost(self._attempt.engine, self._pass_on(send))):
                 note(scope, disconnected=True)
         except httpx.TransportError as error:
             # Too late for another status: that it is cut short, without its end, is all that the client can be told.
@@ -267,6 +269,8 @@ class _Relay(Response):
         # As it came over the wire, compressed or not.
         async for piece in answer.aiter_raw():
             if piece:
+                # It lives, whatever the looks at it come to.
+                self._attempt.engine.seen()
                 self._first(answer.status_code)
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         self._first(answer.status_code)
@@ -280,6 +284,39 @@ class _Relay(Response):
 
 # A server adds its own date; its length goes on, so that a client sees where it was cut.
 _LEFT_OUT = (_HOP_BY_HOP - {"content-length"}) | {"date", "server", "x-request-id"}
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, _T]) -> _T:
+    """Run `work` to its end: httpx grants its time-outs anew for every piece.
+
+    Raises:
+        httpx.ReadTimeout: the end did not come within so many seconds.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError as error:
+        raise httpx.ReadTimeout(f"no whole answer within {seconds:g} s") from error
+
+
+async def _unless_lost(engine: Engine, work: Coroutine[Any, Any, _T], *gone: Coroutine[Any, Any, object]) -> _T:
+    """Run `work`, which waits for an engine, to its end.
+
+    Raises:
+        Gone: one of `gone` ended before.
+        httpx.ReadTimeout: the engine was lost before.
+    """
+    try:
+        return await unless(work, engine.lost.wait(), *gone)
+    except Gone as error:
+        if not engine.lost.is_set():
+            raise
+        raise httpx.ReadTimeout("nothing comes from it, and it does not answer") from error
+
+
+def _credentials(headers: Mapping[str, str]) -> dict[str, str]:
+    """What an engine knows the client by."""
+    return {name: headers[name] for name in ("authorization",) if name in headers}
 
 
 def _query(request: Request) -> bytes:
@@ -309,7 +346,7 @@ def _authorities(path: Path | None) -> ssl.SSLContext:
 def _rows(models: httpx.Response) -> list[dict[str, Any]]:
     try:
         data = models.json()["data"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return []
     return (
         [row for row in data if isinstance(row, dict) and isinstance(row.get("id"), str)]

@@ -13,9 +13,10 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from kvtier.config import ServiceSettings
+from kvtier.http.protocol import HeadProtocol
 from kvtier.service.rest.sending import WRITE_BUFFER
 
 __all__ = ["HEAD_LIMIT", "GuardedProtocol", "connection_options"]
@@ -36,7 +37,7 @@ def connection_options(settings: ServiceSettings) -> dict[str, Any]:
     }
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class GuardedProtocol(HeadProtocol):
     """One connection.
 
     Args:
@@ -48,7 +49,6 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(**options)
         self._settings = settings
         self._head_bytes = 0
-        self._in_head = True
         self._timer: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
 
@@ -119,15 +119,15 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A request begins."""
-        super().on_message_begin()
         if not self._in_head:
-            self._in_head, self._head_bytes = True, 0
+            self._head_bytes = 0
+        super().on_message_begin()
         if self._timer is None:
             self._watch_head()
 
     def on_headers_complete(self) -> None:
         """A head is whole."""
-        self._in_head, self._head_bytes = False, 0
+        self._head_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

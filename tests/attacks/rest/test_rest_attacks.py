@@ -282,6 +282,46 @@ def test_requests_in_a_row_are_answered_in_order(rest):
     assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"404"] * 10
 
 
+@pytest.mark.parametrize("size", [1, 50, 10_000])
+def test_a_token_opens_the_one_request_that_it_comes_with(tmp_path, size):
+    path = tmp_path / "tokens.json"
+    secret = Tokens.open(path).create("default", Scope)
+    wrong = secret[:-1] + ("1" if secret[-1] == "0" else "0")
+    paths = [f"/v1/namespaces/plain/blocks/{key}" for key in KEYS]
+    good = [put_head(3, f"Authorization: Bearer {secret}", path=one) + b"abc" for one in paths]
+    chunked = put_head(0, "Transfer-Encoding: chunked", path=paths[1]).replace(b"Content-Length: 0\r\n", b"")
+    bad = [
+        put_head(3, path=paths[1]) + b"abc",
+        put_head(3, f"Authorization: Bearer {wrong}", path=paths[1]) + b"abc",
+        put_head(3, f"Authorization: Basic {secret}", path=paths[1]) + b"abc",
+        put_head(3, f"Authorization: Bearer {wrong}", f"Authorization: Bearer {secret}", path=paths[1]) + b"abc",
+        # In the trailer, and in the body.
+        chunked + f"3\r\nabc\r\n0\r\nAuthorization: Bearer {secret}\r\n\r\n".encode(),
+        put_head(len(good[1]), path=paths[1]) + good[1],
+    ]
+    with running(tokens=path) as rest, rest.client(secret) as http:
+        for name, layout in (("plain", None), ("laid", LAYOUT)):
+            assert http.post("/v1/namespaces", json={"name": name, "layout": layout}).status_code == 201
+        # Refused before its body is read, which then is none of the next request's.
+        ahead = "/v1/namespaces/laid/blocks/" + KEYS[0]
+        early = put_head(len(good[1]), f"Authorization: Bearer {secret}", path=ahead) + good[1]
+        for before, status in ((good[0], rb"20[01]"), (early, rb"409")):
+            for refused in bad:
+                with rest.line() as line:
+                    sent = before + refused + good[2]
+                    for at in range(0, len(sent), size):
+                        try:
+                            line.sendall(sent[at : at + size])
+                        except OSError:  # it hung up
+                            break
+                    answer = read_all(line)
+                assert re.fullmatch(status + rb" 401", b" ".join(re.findall(rb"HTTP/1.1 (\d+)", answer))), answer
+        found = [http.head(one).status_code for one in paths[:3]]
+        assert found == [200, 404, 404]
+        rest.http.headers["Authorization"] = f"Bearer {secret}"
+        rest.at_rest()
+
+
 # ---- and names
 
 

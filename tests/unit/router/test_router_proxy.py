@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -21,7 +22,7 @@ from starlette.routing import Route
 
 from kvtier.http.listening import listen
 from kvtier.router import proxy
-from kvtier.router.fleet import Address
+from kvtier.router.fleet import LOST_AFTER, Address
 
 
 class ScriptedEngine:
@@ -247,41 +248,74 @@ def test_health_and_draining_are_followed(stack: ExitStack, pair: list[ScriptedE
     assert router.complete("a").json()["from"] == "a"
 
 
-def test_what_an_engine_was_asked_that_stops_answering_is_asked_elsewhere(
+def test_an_answer_whose_pieces_come_goes_on_whatever_looks_at_its_engine_come_to(
     stack: ExitStack, pair: list[ScriptedEngine]
 ) -> None:
-    router = routed(stack, pair, health_interval=0.05, connect_timeout=0.2)
-    home, other = home_of(router, pair, PROMPT)
-    stopped = threading.Event()
+    router = routed(stack, pair, health_interval=0.05, connect_timeout=0.5)
+    home, _ = home_of(router, pair, PROMPT)
+    looks = 0
 
     async def hang(request: Request) -> Response:
-        while stopped.is_set():
-            await asyncio.sleep(0.02)
+        nonlocal looks
+        looks += 1
+        while not home.release.is_set():
+            await asyncio.sleep(0.01)
         return Response()
 
-    async def stop(request: Request) -> Response:
-        home.requests.append(request)
-        stopped.set()
-        return await hang(request)
+    async def pieces() -> AsyncIterator[bytes]:
+        while not home.release.is_set():
+            yield b"."
+            await asyncio.sleep(0.01)
+        yield b"end"
 
+    home.answer = lambda request: StreamingResponse(pieces())
     routes = home.server.config.app.router.routes
     kept = list(routes)
-    stack.callback(stopped.clear)
-    routes[:] = [
-        Route("/health", hang),
-        Route("/readyz", hang),
-        *kept[2:4],
-        Route("/{path:path}", stop, methods=["POST"]),
-    ]
     try:
-        assert router.complete(PROMPT).json()["from"] == other.name
-        assert (len(home.requests), router.value("retries_total", engine=home.label, why="unreachable")) == (2, 1)
-        stopped.clear()
-        until(lambda: all(engine.up for engine in router.fleet.engines))
+        with router.http.stream("POST", "/v1/completions", json={"prompt": PROMPT}) as answer:
+            routes[:] = [Route("/health", hang), *kept[1:]]
+            read = b""
+            for piece in answer.iter_raw():
+                read += piece
+                if looks > 2 * LOST_AFTER:
+                    home.release.set()
     finally:
+        home.release.set()
         routes[:] = kept
-    assert router.complete(PROMPT).json()["from"] == other.name, "which has the prefix now"
+    assert read.endswith(b"end")
+    until(lambda: all(engine.up for engine in router.fleet.engines))
     router.at_rest()
+
+
+def test_an_engine_computes_nothing_for_who_left_before_its_answer_began(
+    stack: ExitStack, pair: list[ScriptedEngine]
+) -> None:
+    router = routed(stack, pair)
+    home, other = home_of(router, pair, PROMPT)
+
+    async def never(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        home.gone.set()
+
+    home.answer = lambda request: never
+    before, body = len(other.requests), json.dumps({"prompt": PROMPT}).encode()
+    with socket.create_connection(("127.0.0.1", httpx.URL(router.url).port)) as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: router\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        until(lambda: len(home.requests) == 2)
+    assert home.gone.wait(PATIENCE)
+    until(lambda: router.router.underway == 0)
+    router.at_rest()
+    assert len(other.requests) == before, "nobody is asked in its place"
+
+
+def test_cookies_are_those_of_one_client(stack: ExitStack, pair: list[ScriptedEngine]) -> None:
+    router = routed(stack, pair[:1])
+    pair[0].answer = lambda request: Response("{}", headers={"set-cookie": "session=mine"})
+    assert router.complete("a").headers["set-cookie"] == "session=mine"
+    router.http.cookies.clear()
+    router.complete("a")
+    assert [request.headers.get("cookie") for request in pair[0].requests] == [None, None]
 
 
 def test_a_model_goes_to_who_has_it(stack: ExitStack, pair: list[ScriptedEngine]) -> None:
@@ -301,6 +335,10 @@ def test_its_own_keys_open_it_and_go_on_to_the_engines(stack: ExitStack, pair: l
         refused = router.http.post("/v1/completions", json={"prompt": "a"}, headers={"Authorization": key})
         assert refused.status_code == 401
         assert refused.headers["www-authenticate"] == "Bearer"
+    with socket.create_connection(("127.0.0.1", httpx.URL(router.url).port)) as line:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: router\r\nTransfer-Encoding: chunked\r\n\r\n"
+        line.sendall(head + b"2\r\n{}\r\n0\r\nAuthorization: Bearer sesame\r\n\r\n")
+        assert line.makefile("rb").readline().split()[1] == b"401", "what follows a body is no header"
     assert router.http.get("/metrics").status_code == 401
     assert router.http.get("/healthz").status_code == 200
     assert not pair[0].requests + pair[1].requests

@@ -9,6 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
+from patience import PATIENCE
 from rest_world import LAYOUT, running
 from schemathesis.checks import CHECKS
 
@@ -17,9 +18,6 @@ from kvtier.wire.blockstream import MEDIA_TYPE, STREAM_BEGIN, STREAM_END
 
 # It never ends by itself; and after the other all else is refused.
 APART = ["/v1/events", "/v1/admin/drain"]
-
-# What no schema can say of a request that it allows: what the block's bytes hash to, what is there already.
-REFUSES = {"put_block": {412, 422}, "put_blocks": {422}, "get_block": {416}, "get_block_head": {416}}
 
 
 def packed(blocks):
@@ -43,7 +41,8 @@ def _as_it_is(context, value):
 def document(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokens") / "tokens.json"
     secret = Tokens.open(path).create("default", Scope)
-    with running(tokens=path, max_connections=512) as rest:
+    # A probe without a token is refused for that, and not because a busy machine was late with its head.
+    with running(tokens=path, max_connections=512, idle_timeout=PATIENCE) as rest:
         with rest.client(secret) as http:
             for name, layout in (("smollm2", None), ("laid", LAYOUT)):
                 assert http.post("/v1/namespaces", json={"name": name, "layout": layout}).status_code == 201
@@ -87,19 +86,15 @@ def operations(document):
 
 
 def check(case):
-    """All of schemathesis' checks; what a deadline on a busy machine spoils once, it does not spoil three times."""
-    for _ in range(2):
-        with suppress(BaseExceptionGroup):
-            return checked(case)
-    return checked(case)
-
-
-def checked(case):
+    """All of schemathesis' checks, as it comes."""
     response = case.call()
-    refuses = response.status_code in REFUSES.get(case.operation.definition.raw["operationId"], ())
+    left_out = []
     # It finds no value for a header's pattern that has a `=`, and sends none.
-    empty = (case.headers or {}).get("KVTier-Digest") == ""
-    left_out = ["positive_data_acceptance"] if refuses or empty else []
+    if (case.headers or {}).get("KVTier-Digest") == "":
+        left_out = ["positive_data_acceptance"]
+    # What the request itself allows may be too little for a busy machine.
+    elif response.status_code == 504 and isinstance(case.body, dict) and case.body.get("timeout"):
+        left_out = ["positive_data_acceptance", "not_a_server_error"]
     case.validate_response(response, excluded_checks=CHECKS.get_by_names(left_out))
 
 
