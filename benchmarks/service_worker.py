@@ -1,43 +1,18 @@
-"""One client of `service.py`, in a process of its own: reads commands as JSON lines, answers each with what it took.
-
-["open", target, address, block bytes, call bytes, seed]    ["put", calls]    ["get", calls]    ["match", calls]
-"""
+"""One client of `service.py`, a process of its own: kvtier's ways to blocks, and those of all peers but LMCache."""
 
 import itertools
-import json
 import socket
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import valkey
-from harness import require, timed
+from harness import require
+from service_client import Target, answer
 from service_peers import COLD_GET, COLD_PUT, GET, PUT
 
 from kvtier.client import Block, Client, ClientOptions
 from kvtier.client.data import DataClient
-
-__all__ = ["TARGETS"]
-
-MATCHED = 512
-SMALL = 4096
-
-
-class Target(Protocol):
-    """Somebody who keeps blocks."""
-
-    def put(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> None:
-        """Store a chain of blocks."""
-
-    def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> memoryview | bytes | None:
-        """Read them, into these buffers if it can; returns the last block, None where it is not kept by its name."""
-
-    def match(self, keys: Sequence[bytes]) -> int:
-        """How many of them are there."""
 
 
 class DataPort:
@@ -187,63 +162,5 @@ TARGETS: dict[str, Callable[[str], Target]] = {
 }
 
 
-class Worker:
-    """Targets by name of their way, bytes to put, and memory to read into."""
-
-    def __init__(self, ways: Mapping[str, tuple[str, str]], block: int, call: int, seed: int) -> None:
-        self._targets = {name: TARGETS[target](address) for name, (target, address) in ways.items()}
-        self._numbers = itertools.count(seed << 40)
-        source = np.random.default_rng(seed).integers(0, 2**64, call // 8, dtype=np.uint64).view(np.uint8)
-        place = np.ones(call, np.uint8)
-        self._source = [source[at : at + block].data for at in range(0, call, block)]
-        self._place = [place[at : at + block].data for at in range(0, call, block)]
-        self._chains: dict[str, list[list[bytes]]] = {}
-        self._small: dict[str, list[bytes]] = {}
-
-    def _keys(self, count: int) -> list[bytes]:
-        return [next(self._numbers).to_bytes(16, "big") for _ in range(count)]
-
-    def put(self, way: str, calls: int) -> object:
-        """Fresh blocks, so many calls."""
-        chains = self._chains[way] = [self._keys(len(self._source)) for _ in range(calls)]
-        return timed(lambda: [self._targets[way].put(keys, self._source) for keys in chains])
-
-    def get(self, way: str, calls: int) -> object:
-        """The blocks of the last put."""
-        last: list[memoryview | bytes | None] = []
-        chains = self._chains[way][:calls]
-        cost = timed(lambda: last.extend(self._targets[way].get(keys, self._place) for keys in chains))
-        require(last[-1] is None or last[-1] == self._source[-1], "a get returned other bytes")
-        return cost
-
-    def match(self, way: str, calls: int) -> object:
-        """Seconds of each of so many matches of 512 blocks that are there."""
-        target = self._targets[way]
-        if way not in self._small:
-            self._small[way] = self._keys(MATCHED)
-            target.put(self._small[way], [self._source[0][:SMALL]] * MATCHED)
-        keys = self._small[way]
-        require(target.match(keys) == MATCHED, "a match was too short")
-        seconds = []
-        for _ in range(calls):
-            start = time.perf_counter()
-            target.match(keys)
-            seconds.append(time.perf_counter() - start)
-        return seconds
-
-
-def main() -> None:
-    worker: Worker | None = None
-    for line in sys.stdin:
-        verb, *arguments = json.loads(line)
-        answer: object = None
-        if verb == "open":
-            worker = Worker(*arguments)
-        elif worker is not None:
-            answer = {"put": worker.put, "get": worker.get, "match": worker.match}[verb](*arguments)
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    main()
+    answer(TARGETS)

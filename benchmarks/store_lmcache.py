@@ -11,7 +11,6 @@ sides take turns in the same rounds, one thread each, and of LMCache's ways to d
 """
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from harness import Cost, Measure, Report, Result, Rounds, forget_pages, interleaved, require, timed
+from lmcache_environment import ENVIRON, MISSING, PYTHON
 from store_host import BATCH, Blocks, HostWork, fresh_refs
 
 from kvtier.nvme import NvmeTier
@@ -28,8 +28,6 @@ from kvtier.tiers import BlockRef, Handle, Status
 
 __all__ = ["run"]
 
-PYTHON = Path(__file__).parents[1] / "build/lmcache-venv/bin/python"
-MISSING = "LMCache 0.5.6 (not installed: see benchmarks/requirements-lmcache.txt)"
 KIBS = (256, 1024, 4096)
 
 
@@ -48,7 +46,7 @@ class Peer:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR"},
+                env=ENVIRON,
             )
         self._log = directory / "lmcache.log"
 
