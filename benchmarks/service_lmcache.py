@@ -43,11 +43,19 @@ class LMCache:
         self._last: MemoryObj | None = None
 
     def put(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> None:
+        if not self._names:
+            self._loop.run_until_complete(self._fill(int.from_bytes(keys[0], "big"), data))
         self._loop.run_until_complete(self._put(keys, data))
+
+    async def _fill(self, first: int, data: Sequence[memoryview]) -> None:
+        """Put once under every name, in the round that is thrown away: those after it find the server full."""
+        nbytes = data[0].nbytes
+        for number in range(first, first + KEPT_BYTES // nbytes):
+            await self._connector.put(_name(number, nbytes), _wrapped(data[number % len(data)]))
 
     async def _put(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> None:
         for key, view in zip(keys, data, strict=True):
-            name = self._names[key] = _name(key, view.nbytes)
+            name = self._names[key] = _name(int.from_bytes(key, "big"), view.nbytes)
             await self._connector.put(name, _wrapped(view))
         # The server acknowledges no put. It does what one connection asks for in that order, though.
         require(await self._connector.exists(self._names[keys[-1]]), "a put was dropped")
@@ -72,9 +80,9 @@ class LMCache:
         return int(self._loop.run_until_complete(self._connector.batched_async_contains("match", names)))
 
 
-def _name(key: bytes, nbytes: int) -> CacheEngineKey:
+def _name(number: int, nbytes: int) -> CacheEngineKey:
     """Names come again: the server never evicts, and keeps `KEPT_BYTES` for each of so many clients at a time."""
-    seed, count = divmod(int.from_bytes(key, "big"), 1 << SEED_SHIFT)
+    seed, count = divmod(number, 1 << SEED_SHIFT)
     return CacheEngineKey("benchmark", CLIENTS, seed % CLIENTS, count % (KEPT_BYTES // nbytes), torch.bfloat16)
 
 
