@@ -5,7 +5,6 @@ another thread and a serde, and no batches, since the protocol has none.
 """
 
 import asyncio
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -95,5 +94,3 @@ def _wrapped(view: memoryview) -> TensorMemoryObj:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     answer({"lmcache": LMCache})
-    # LMCache's threads do not end by themselves.
-    os._exit(0)
