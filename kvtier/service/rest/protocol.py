@@ -67,7 +67,7 @@ class GuardedProtocol(HeadProtocol):
         """End the connection that waits longest for a further request; whether one does."""
         waiting = [
             (one.timeout_keep_alive_task.when(), one)
-            for one in cast(set[HttpToolsProtocol], self.connections)
+            for one in cast(set[HeadProtocol], self.connections)
             if one.timeout_keep_alive_task is not None and not one.transport.is_closing()
         ]
         if waiting:
