@@ -64,8 +64,9 @@ class Visibility:
         quiet = now - job.moved
         if not job.computed or quiet < _QUIET_SECONDS:
             return False
-        # A new directory may take a while to take its first block; what is queued for it is not lost.
-        return quiet >= _HUNG_SECONDS or not self._store.waiting_bytes
+        # A new directory may take a while to take its first block: what is queued for it is not lost, nor what a busy
+        # machine has not brought into host by now.
+        return quiet >= _HUNG_SECONDS or (not self._store.waiting_bytes and self._in_host(job))
 
     def advanced(self, jobs: Iterable[Job]) -> list[Job]:
         """Those of which more blocks are there than before. One batch for all, as long as nothing has come."""
@@ -79,6 +80,13 @@ class Visibility:
         except TierError:
             return []  # it does not answer; whoever waits for it has a deadline
         return moved
+
+    def _in_host(self, job: Job) -> bool:
+        """Whether the next block has come into host, from where it goes to the directory."""
+        try:
+            return all(present(self._store.host, self._block(job, job.visible), _ANSWER_SECONDS, exact=self._exact))
+        except TierError:
+            return True  # nothing comes from a host that is closed
 
     def _from(self, job: Job, first: int) -> Callable[[Sequence[int]], Sequence[bool]]:
         return lambda places: self._present([self._block(job, first + at) for at in places])

@@ -273,7 +273,7 @@ def test_ctrl_c_prints_what_was_measured_so_far(monkeypatch):
     server = RunningServer(tiny_llm(monkeypatch))
     hurry = slow_down(monkeypatch, server.llm)
     start = "import sys; from kvtier.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", start, "bench", server.url, "--workload", "random", "--requests", "300"]
+    command = [sys.executable, "-c", start, "bench", server.url, "--workload", "random", "--requests", "5000"]
     command += ["--prompt-tokens", "10", "--output-tokens", "2", "--ignore-eos", "--warm-up", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
 
@@ -293,8 +293,8 @@ def test_ctrl_c_prints_what_was_measured_so_far(monkeypatch):
         server.stop()
     assert process.returncode == 130
     assert err == "interrupted\n"
-    found = re.search(r"(\d+) of 300 requests in [\d.]+ s, interrupted", out)
-    assert 2 <= int(found[1]) < 300
+    found = re.search(r"(\d+) of 5000 requests in [\d.]+ s, interrupted", out)
+    assert 2 <= int(found[1]) < 5000
     assert "TTFT" in out
     assert "failed" not in out
 

@@ -78,11 +78,13 @@ def test_many_prompts_of_two_engines_at_once(prefill: RunningPrefill, client: Pr
     other.close()
 
 
-def test_a_directory_that_is_slow_to_take_its_first_block_is_waited_for(
-    prefill: RunningPrefill, client: PrefillClient, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["directory", "host"])
+def test_a_tier_that_is_slow_to_take_its_first_block_is_waited_for(
+    prefill: RunningPrefill, client: PrefillClient, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    tier = prefill.llm.store.lower[-1]
-    reserve, slow = tier.reserve, [1.2]
+    store = prefill.llm.store
+    tier = store.host if place == "host" else store.lower[-1]
+    reserve, slow = tier.reserve, [1.5]
 
     def reserve_slowly(*arguments: Any) -> Any:
         time.sleep(slow.pop() if slow else 0)
