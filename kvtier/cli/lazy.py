@@ -25,7 +25,7 @@ COMMANDS = {
     "router": Entry("kvtier.cli.router:router", "A prefix-aware router in front of several engines."),
     "prefill": Entry("kvtier.cli.prefill:prefill", "An engine that computes prompts for `kvtier serve --prefill`."),
     "chat": Entry("kvtier.cli.chat:chat", "A conversation in the terminal, with a model here or a server."),
-    "bench": Entry("kvtier.cli.bench:bench", "Load a server, or an engine here: how fast it answers, what it finds."),
+    "bench": Entry("kvtier.cli.bench:bench", "A load on a server, or an engine here: speed, and what was found."),
     "replay": Entry("kvtier.cli.replay:replay", "A published trace of LLM requests through the real store."),
     "model": Entry("kvtier.cli.models:app", "Fetch and find the default model."),
     "doctor": Entry("kvtier.cli.doctor:doctor", "Find what keeps tiers from being of use on this machine."),
