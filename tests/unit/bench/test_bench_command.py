@@ -272,7 +272,9 @@ def test_what_a_server_refuses_is_counted(server, run):
 def test_ctrl_c_prints_what_was_measured_so_far(monkeypatch):
     server = RunningServer(tiny_llm(monkeypatch))
     hurry = slow_down(monkeypatch, server.llm)
-    start = "import sys; from kvtier.cli import main; sys.exit(main())"
+    # Whose parents ignore the signal, as those of background jobs do, ignores it too.
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    start += "from kvtier.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", start, "bench", server.url, "--workload", "random", "--requests", "5000"]
     command += ["--prompt-tokens", "10", "--output-tokens", "2", "--ignore-eos", "--warm-up", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
