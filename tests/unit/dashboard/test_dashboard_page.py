@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from daemon_world import Daemon, Nursery, nursery
-from patience import came_true, until
+from patience import PATIENCE, came_true, until
 from playwright import sync_api
 from programs import program
 from rest_world import KEYS, block, chain, match, put_stream, stream
@@ -84,7 +84,7 @@ def opened(browser: Any, url: str, *, failing: bool = False, **options: Any) -> 
     failing: whether some of its requests fail or are refused, which the browser itself says on the console.
     """
     context = browser.new_context(**{**DESKTOP, **options})
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(1000 * PATIENCE)
     page = context.new_page()
     said: list[str] = []
     asked: list[str] = []
