@@ -1,9 +1,12 @@
 """A server in a thread, on a real socket: over the tiny model, or over any other that is loaded."""
 
 import json
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -73,6 +76,18 @@ def tiny_llm(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncLLM:
     monkeypatch.setattr(api, "_load", lambda config: loaded)
     tiering = {"host": {"capacity": "1MiB"}, "recompute_gate": False}
     return AsyncLLM(tiering=tiering, config={"server": settings}, num_blocks=64, block_size=4, max_running=4)
+
+
+@contextmanager
+def isolated(home: Path) -> Iterator[None]:
+    """No configuration but the test's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("KVTIER_", "XDG_")):
+                patch.delenv(name)
+        patch.setenv("HOME", str(home))
+        patch.chdir(home)
+        yield
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, llm: AsyncLLM) -> threading.Event:

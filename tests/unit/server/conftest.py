@@ -1,20 +1,13 @@
-import os
 from collections.abc import Iterator
 
 import pytest
-from server_world import RunningServer, tiny_llm
+from server_world import RunningServer, isolated, tiny_llm
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No configuration but the test's own."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in list(os.environ):
-            if name.startswith(("KVTIER_", "XDG_")):
-                patch.delenv(name)
-        home = tmp_path_factory.mktemp("home")
-        patch.setenv("HOME", str(home))
-        patch.chdir(home)
+    with isolated(tmp_path_factory.mktemp("home")):
         yield
 
 
