@@ -87,13 +87,13 @@ class AttachedRegion:
         self.nbytes = nbytes
         self.writable = writable
         if memory is not None:
-            self._array = np.frombuffer(memory if writable else memory.toreadonly(), np.uint8)
+            self._memory = memory if writable else memory.toreadonly()
             return
         try:
             actual = os.fstat(fd).st_size
             if not 0 < nbytes <= actual:
                 raise TierUnavailable(f"region of {nbytes} bytes in a file of {actual}: the sender is confused")
-            self._array = SharedMapping(fd, nbytes, writable=writable).array
+            self._memory = SharedMapping(fd, nbytes, writable=writable).array.data
         except OSError as error:
             raise TierUnavailable(f"cannot map a region of {nbytes} bytes (writable={writable}): {error}") from error
 
@@ -106,7 +106,7 @@ class AttachedRegion:
         stop = span.offset + span.nbytes
         if not 0 <= span.offset < stop <= self.nbytes:
             raise TierUnavailable(f"{span} lies outside its region of {self.nbytes} bytes: attach again")
-        return self._array[span.offset : stop].data
+        return self._memory[span.offset : stop]
 
 
 def send_regions(sock: socket.socket, regions: Sequence[RegionShare]) -> None:

@@ -54,6 +54,7 @@ __all__ = [
     "counted",
     "expired",
     "namespaces_in",
+    "record_heads",
 ]
 
 Owner: TypeAlias = str
@@ -384,6 +385,10 @@ class AddressableTier(Tier, Protocol):
         """The record's own memory: writable while reserved, read-only while leased. Padded to `caps.align`."""
         ...
 
+    def buffers(self, handles: Sequence[Handle]) -> list[memoryview]:
+        """`buffer` of each, in one go."""
+        ...
+
     def seal(self, handles: Sequence[Handle], checksums: Sequence[bytes] | None = None) -> None:
         """The bytes were put in place through `buffer`: checksum them, as `write` would have.
 
@@ -436,6 +441,12 @@ def block_checksum(ref: BlockRef, fmt: str, data: memoryview | bytes) -> bytes:
 def checksum_head(ref: BlockRef, fmt: str) -> bytes:
     """What a block's checksum is bound to beside its bytes: key, namespace and format, 64 bytes."""
     return ref.key + _namespace_and_format(ref.ns, fmt)
+
+
+def record_heads(keys: Sequence[bytes], ns: int, fmt: str) -> list[bytes]:
+    """`checksum_head` of each of these keys, of one namespace and format."""
+    rest = _namespace_and_format(ns, fmt)
+    return [key + rest for key in keys]
 
 
 def checksum_heads(handles: Sequence[Handle]) -> list[bytes]:

@@ -33,13 +33,13 @@ from kvtier.wire.frames import Opcode, WireError
 __all__ = ["Lease", "SharedMemory"]
 
 # The first blocks are there soon; while they are copied the service finds the others, at whose bytes it does not look.
-_FIRST_BYTES = 4 << 20
+_FIRST_BYTES = 8 << 20
 _WINDOW_BYTES = 32 << 20
 # Of blocks that may be larger than the last ones were, and of such whose size is not known.
 _GUESSED_BYTES = 16 << 20
 _OPAQUE_BLOCKS = 8
 _UNDER_WAY = 2
-_SLOTS = 4
+_SLOTS = 2
 _PAGE = 4096
 _RELEASE_SECONDS = 5.0
 
@@ -341,7 +341,7 @@ def _windows(
     while start < len(keys):
         count = min(max(1, nbytes // block_bytes), limits.keys) if block_bytes else _OPAQUE_BLOCKS
         yield start, keys[start : start + count]
-        start, nbytes = start + count, min(2 * nbytes, most)
+        start, nbytes = start + count, most
 
 
 def _offsets(slot: int, views: Sequence[memoryview]) -> list[int]:

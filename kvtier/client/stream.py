@@ -22,6 +22,8 @@ _TIMEVAL = struct.Struct("@ll")
 _MOST_BUFFERS = 512  # the kernel takes 1,024 at once
 _AHEAD = 32 << 10  # a match of 512 blocks fits
 _SHORTEST = 1e-4
+# What Linux grants to everybody; with less the two sides wait for one another twice as often.
+_LOCAL_SEND_BUFFER = 208 << 10
 
 
 class StreamClosed(KVTierError):
@@ -81,6 +83,8 @@ class PlainStream:
 
     def __init__(self, sock: socket.socket, *, ahead: bool = False) -> None:
         self.sock = sock
+        if sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SEND_BUFFER)
         self._ahead = memoryview(bytearray(_AHEAD if ahead else 0))
         self._start = self._stop = 0
         self._limits = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}

@@ -306,17 +306,19 @@ def outcomes_of(answer: wire.Outcomes, count: int) -> list[PutOutcome]:
 
 def requests(blocks: Sequence[Block], most_keys: int, most_bytes: int) -> Iterator[Sequence[Block]]:
     """Consecutive blocks with one hint, within the limits, never apart the parts of one block."""
+    sizes = [memoryview(block.data).nbytes for block in blocks]
     start = safe = nbytes = 0
+    key = hint = None
     for at, block in enumerate(blocks):
-        size = memoryview(block.data).nbytes
-        if at and block.key != blocks[at - 1].key:
-            safe = at
-        full = at - start >= most_keys or nbytes + size > most_bytes
-        if at > start and (full or block.hint != blocks[start].hint):
-            cut = at if block.hint != blocks[start].hint or safe <= start else safe
+        if block.key != key:
+            safe, key = at, block.key
+        if at == start:
+            hint = block.hint
+        other = block.hint is not hint and block.hint != hint
+        if other or (at > start and (at - start >= most_keys or nbytes + sizes[at] > most_bytes)):
+            cut = at if other or safe <= start else safe
             yield blocks[start:cut]
-            nbytes = sum(memoryview(block.data).nbytes for block in blocks[cut:at])
-            start = cut
-        nbytes += size
+            start, nbytes, hint = cut, sum(sizes[cut:at]), blocks[cut].hint
+        nbytes += sizes[at]
     if start < len(blocks):
         yield blocks[start:]

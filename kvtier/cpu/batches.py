@@ -7,10 +7,20 @@ from kvtier.hints import Hint
 from kvtier.keys import STORE_KEY_BYTES
 from kvtier.tiers import BlockRef, Handle, Status
 
-__all__ = ["check_buffers", "check_records", "rest", "windows"]
+__all__ = ["check_buffers", "check_records", "leading", "rest", "windows"]
 
 _FMT_CHARS = 16  # the width that `block_checksum` gives a format id
 _WINDOW_BYTES = 4 << 20  # what is copied or verified in one call, between two looks at the clock
+
+
+def leading(statuses: Iterable[Status]) -> list[Status]:
+    """Statuses up to and including the first that is not OK."""
+    found: list[Status] = []
+    for status in statuses:
+        found.append(status)
+        if status is not Status.OK:
+            break
+    return found
 
 
 def rest(statuses: Sequence[Status]) -> Status:

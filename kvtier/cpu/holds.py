@@ -6,14 +6,14 @@ node     a ready key: its place in the prefix tree and in the eviction policy
 lease    a reader's hold on an extent
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from kvtier.errors import FormatMismatch
+from kvtier.cpu.region import round_up
 from kvtier.hints import Hint
 from kvtier.tiers import BlockRef, Handle, Owner
 
-__all__ = ["GONE", "Extent", "Fidelity", "HostHandle", "Lease", "Node", "exchange"]
+__all__ = ["GONE", "Extent", "Fidelity", "HostHandle", "Lease", "Node", "Orphans", "leave_as_much", "usage"]
 
 GONE = -1
 """Slot of a node that is not ready any more."""
@@ -51,19 +51,18 @@ class Extent(Handle):
         self.leases = 0
         self.node: Node | None = None
 
+    def rename(self, ref: BlockRef, fidelity: Fidelity, hint: Hint, owner: Owner) -> None:
+        """Become the extent of another record; its bytes are to be written again, or to be said whole."""
+        self.ref = ref
+        self.fidelity = fidelity
+        self.hint = hint
+        self.owner = owner
+        self.checksum = b""
+
     @property
     def extent(self) -> "Extent":
         """Itself: what reservations and leases have in common."""
         return self
-
-
-def exchange(extents: Sequence[Extent]) -> None:
-    """Swap the memory of the first with that of the second, and so on: of reservations of one size each."""
-    for one, other in zip(extents[::2], extents[1::2], strict=True):
-        if one.nbytes != other.nbytes:
-            raise FormatMismatch(f"memory of {one.nbytes} for {other.nbytes} bytes: expected as many")
-    for one, other in zip(extents[::2], extents[1::2], strict=True):
-        one.offset, other.offset = other.offset, one.offset
 
 
 class Lease(Handle):
@@ -100,6 +99,14 @@ class Node:
         # Most nodes have one child or none: a set for each would be most of their memory.
         self.children: set[Node] | tuple[Node, ...] = ()
 
+    @property
+    def root(self) -> "Node":
+        """The ancestor without a parent; itself, where it has none."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
     def add(self, child: "Node") -> None:
         """A child came."""
         if isinstance(self.children, set):
@@ -113,3 +120,45 @@ class Node:
             self.children.discard(child)
         elif self.children == (child,):
             self.children = ()
+
+
+class Orphans:
+    """Nodes whose parent is not here, by its key: `of`."""
+
+    __slots__ = ("of",)
+
+    def __init__(self) -> None:
+        self.of: dict[bytes, set[Node]] = {}
+
+    def add(self, node: Node, parent: bytes) -> None:
+        """It waits for this parent."""
+        self.of.setdefault(parent, set()).add(node)
+
+    def discard(self, node: Node, parent: bytes) -> None:
+        """It waits no more."""
+        siblings = self.of[parent]
+        siblings.discard(node)
+        if not siblings:
+            del self.of[parent]
+
+
+def leave_as_much(victims: Sequence[Node], nbytes: int) -> bool:
+    """Whether each victim, which nobody leases, makes room for `nbytes`, and none leaves a child behind."""
+    doomed: set[Node] = set()
+    for node in victims:
+        extent = node.extent
+        fits = extent.nbytes == nbytes or round_up(extent.nbytes) == round_up(nbytes)
+        if extent.holds > 1 or not fits or not doomed.issuperset(node.children):
+            return False
+        doomed.add(node)
+    return len(doomed) == len(victims)
+
+
+def usage(extents: Iterable[Extent]) -> dict[int, list[int]]:
+    """How many extents there are, and bytes, by namespace."""
+    rows: dict[int, list[int]] = {}
+    for extent in extents:
+        row = rows.setdefault(extent.ref.ns, [0, 0])
+        row[0] += 1
+        row[1] += extent.nbytes
+    return rows

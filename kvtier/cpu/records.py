@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from typing import NamedTuple, TypeVar
 
-from kvtier.cpu.holds import GONE, Extent, Fidelity, HostHandle, Lease, Node
+from kvtier.cpu.holds import GONE, Extent, Fidelity, HostHandle, Lease, Node, Orphans, leave_as_much, usage
 from kvtier.cpu.region import round_up
 from kvtier.cpu.slab import HostSlab
 from kvtier.errors import LeaseError, TierError
@@ -55,7 +55,7 @@ class RecordTable:
         self._slab = slab
         self._policy = policy
         self._pending: dict[bytes, tuple[Extent, ...]] = {}  # each better than those before it
-        self._orphans: dict[bytes, set[Node]] = {}  # by the key of the absent parent
+        self._orphans = Orphans()
         self._held: dict[Owner, dict[HostHandle, None]] = {}
         self._slots: list[Node | None] = []
         self._free_slots: list[int] = []
@@ -80,9 +80,7 @@ class RecordTable:
 
         Empty for every other one, and where no simple eviction makes room: nothing has changed then.
         """
-        keys = {ref.key for ref in refs}
-        new = len(keys) == len(refs) and self.nodes.keys().isdisjoint(keys) and self._pending.keys().isdisjoint(keys)
-        if not (refs and new and sizes.count(sizes[0]) == len(refs)):
+        if not (refs and self._are_new(refs) and sizes.count(sizes[0]) == len(refs)):
             return []
         offsets = self._slab.allocate_many(sizes[0], len(refs))
         try:
@@ -94,6 +92,11 @@ class RecordTable:
                 self._slab.free(offset)
         return offsets if good else []
 
+    def _are_new(self, refs: Sequence[BlockRef]) -> bool:
+        """Whether there is nothing of these keys, and none of them twice."""
+        keys = {ref.key for ref in refs}
+        return len(keys) == len(refs) and self.nodes.keys().isdisjoint(keys) and self._pending.keys().isdisjoint(keys)
+
     def _take_over(self, refs: Sequence[BlockRef], nbytes: int, count: int) -> list[int]:
         """Evict `count` records that leave as much room each; their offsets. Empty: the next victims are others."""
         if self._slab.over:  # after a resize: to take over would keep it so
@@ -103,7 +106,7 @@ class RecordTable:
         self._policy.pin(anchors)
         try:
             victims = self._victims(count, [ref.key for ref in refs[-count:]])
-            if len(victims) < count or not _leave_as_much(victims, nbytes):
+            if len(victims) < count or not leave_as_much(victims, nbytes):
                 return []
             self._remove(victims, evicted=True)
         finally:
@@ -192,6 +195,31 @@ class RecordTable:
         self._held.setdefault(owner, {}).update(dict.fromkeys(extents))
         self.reservations += len(extents)
 
+    def rename(
+        self, extents: Sequence[Extent], refs: Sequence[BlockRef], owner: Owner, hints: Sequence[Hint]
+    ) -> list[Reservation]:
+        """See `GatewayTier.rename`."""
+        rows = list(zip(extents, refs, hints, strict=True))
+        if self._are_new(refs):
+            self._rename(rows, owner)
+            return list(extents)
+        results: list[Reservation] = []
+        for row in rows:
+            extent, ref, _ = row
+            existing = self._existing(ref.key, (ref.exact, fidelity(extent.fmt)))
+            if existing is None:
+                self._rename([row], owner)
+            results.append(existing or extent)
+        return results
+
+    def _rename(self, rows: Sequence[tuple[Extent, BlockRef, Hint]], owner: Owner) -> None:
+        extents = [extent for extent, _, _ in rows]
+        self._end_reservations(extents)
+        self._unpin_anchors(extents)
+        for extent, ref, hint in rows:
+            extent.rename(ref, (ref.exact, fidelity(extent.fmt)), hint, owner)
+        self._reserve(extents, owner)
+
     def _make_room(self, nbytes: int, victims: list[Node], incoming: Sequence[BlockRef]) -> int | None:
         """Evict one by one until there is room. `victims` are those of this batch still to go, next one last."""
         offset = None
@@ -254,16 +282,16 @@ class RecordTable:
             keys.append(node.extent.ref.key)
             parents.append(None if node.parent is None else node.parent.slot)
         self._policy.insert(slots, keys, parents, None if hints.count(NO_HINT) == len(hints) else hints[::-1])
-        for node in fresh if self._orphans else ():
-            for child in list(self._orphans.get(node.extent.ref.key, ())):
+        for node in fresh if self._orphans.of else ():
+            for child in list(self._orphans.of.get(node.extent.ref.key, ())):
                 self._find_parent(child)
 
     def _find_parent(self, root: Node) -> None:
         """Hang a root below its parent if that is here, and not below the root itself: wrong keys can say so."""
         parent = self._parent_of(root.extent.ref)
-        if parent is None or _root_of(parent) is root:
+        if parent is None or parent.root is root:
             return
-        self._forget_orphan(root, parent.extent.ref.key)
+        self._orphans.discard(root, parent.extent.ref.key)
         root.parent = parent
         parent.add(root)
         self._policy.adopt(root.slot, parent.slot)
@@ -279,7 +307,7 @@ class RecordTable:
         if parent is not None:
             parent.add(node)
         elif named is not None:
-            self._orphans.setdefault(named, set()).add(node)
+            self._orphans.add(node, named)
         self._slots[node.slot] = node
         self.nodes[key] = node
         self._account(extent, 1)
@@ -311,9 +339,9 @@ class RecordTable:
     def _replant(self, root: Node, waited_for: bytes | None) -> None:
         """A root's new version names another parent: the old one may not have known it."""
         if waited_for is not None:
-            self._forget_orphan(root, waited_for)
+            self._orphans.discard(root, waited_for)
         if root.extent.ref.parent is not None:
-            self._orphans.setdefault(root.extent.ref.parent, set()).add(root)
+            self._orphans.add(root, root.extent.ref.parent)
             self._find_parent(root)
 
     def abort(self, handles: Iterable[HostHandle]) -> None:
@@ -386,15 +414,16 @@ class RecordTable:
             raise LeaseError(f"the same {name} twice in a batch of {len(handles)}: each may be used once")
         raise _not_live(bad, name)
 
-    def live(self, handle: Handle) -> HostHandle:
-        """The handle, if it is a live lease or reservation.
+    def live(self, handles: Sequence[Handle]) -> list[HostHandle]:
+        """The handles, if they are live leases or reservations.
 
         Raises:
-            LeaseError: it is not.
+            LeaseError: one is not.
         """
-        if isinstance(handle, HostHandle) and handle.holder is self:
-            return handle
-        raise _not_live(handle, "hold")
+        live = [handle for handle in handles if isinstance(handle, HostHandle) and handle.holder is self]
+        if len(live) == len(handles):
+            return live
+        raise _not_live(next(handle for handle in handles if handle not in live), "hold")
 
     def release_owner(self, owner: Owner) -> None:
         """End all leases and reservations of an owner."""
@@ -501,7 +530,7 @@ class RecordTable:
             if node.parent is not None:
                 node.parent.discard(node)
             elif named is not None:
-                self._forget_orphan(node, named)
+                self._orphans.discard(node, named)
             if evicted:
                 self.evictions.append(key)
             self._slots[node.slot] = None
@@ -509,12 +538,6 @@ class RecordTable:
             extent.node = None
             del self.nodes[key]
             self._account(extent, -1)
-
-    def _forget_orphan(self, node: Node, parent: bytes) -> None:
-        siblings = self._orphans[parent]
-        siblings.discard(node)
-        if not siblings:
-            del self._orphans[parent]
 
     def drop_keys(self, keys: Iterable[bytes]) -> int:
         """Remove what is there of these keys, with descendants; returns how many records went."""
@@ -546,9 +569,9 @@ class RecordTable:
             "leases": self.leases == leases.total(),
             "tree": all(self._in_tree(key, node) for key, node in self.nodes.items()),
             "slots": len(self._slots) - len(self._free_slots) == len(self.nodes),
-            "orphans": {id(node) for nodes in self._orphans.values() for node in nodes} == orphans,
+            "orphans": {id(node) for nodes in self._orphans.of.values() for node in nodes} == orphans,
             "bytes": used <= self._slab.used_bytes <= self._slab.nbytes,
-            "usage": self.usage == _usage(node.extent for node in self.nodes.values()),
+            "usage": self.usage == usage(node.extent for node in self.nodes.values()),
             "disjoint": len({extent.offset for extent in extents}) == len(extents),
         }
         broken = [name for name, good in facts.items() if not good]
@@ -560,36 +583,9 @@ class RecordTable:
         children = all(child.parent is node and child.slot != GONE for child in node.children)
         if node.parent is None:
             named = self._parent_of(node.extent.ref)
-            return linked and children and (named is None or _root_of(named) is node)
+            return linked and children and (named is None or named.root is node)
         parent = node.parent
         return linked and children and parent.slot != GONE and node in parent.children
-
-
-def _leave_as_much(victims: Sequence[Node], nbytes: int) -> bool:
-    """Whether each victim, which nobody leases, makes room for `nbytes`, and none leaves a child behind."""
-    doomed: set[Node] = set()
-    for node in victims:
-        extent = node.extent
-        fits = extent.nbytes == nbytes or round_up(extent.nbytes) == round_up(nbytes)
-        if extent.holds > 1 or not fits or not doomed.issuperset(node.children):
-            return False
-        doomed.add(node)
-    return len(doomed) == len(victims)
-
-
-def _usage(extents: Iterable[Extent]) -> dict[int, list[int]]:
-    rows: dict[int, list[int]] = {}
-    for extent in extents:
-        row = rows.setdefault(extent.ref.ns, [0, 0])
-        row[0] += 1
-        row[1] += extent.nbytes
-    return rows
-
-
-def _root_of(node: Node) -> Node:
-    while node.parent is not None:
-        node = node.parent
-    return node
 
 
 def _not_live(handle: Handle, kind: str) -> LeaseError:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from prometheus_client import Counter as Metric
 
-from kvtier.cpu.batches import check_buffers, check_records, rest, windows
-from kvtier.cpu.holds import Extent, HostHandle, Lease, exchange
+from kvtier.cpu.batches import check_buffers, check_records, leading, rest, windows
+from kvtier.cpu.holds import Extent, HostHandle, Lease
 from kvtier.cpu.records import Changes, RecordTable
 from kvtier.cpu.region import PAGE, round_up
 from kvtier.cpu.slab import HostSlab
@@ -117,7 +117,7 @@ class HostTier:
         with self._timed("acquire"):
             with self._state():
                 handles = self._table.lease(keys, owner, exact=exact, renew=not owner.startswith(OWN_WORK))
-            statuses = self._verify_run(handles, [None] * len(handles), deadline)
+            statuses = leading(self._verify(handles, [None] * len(handles), deadline))
             good = statuses.count(Status.OK)
             if good < len(handles):
                 self._give_back(handles[good:])
@@ -140,17 +140,6 @@ class HostTier:
             self._count(self._metrics.hit_blocks, found)
             self._count(self._metrics.missed_blocks, asked - found)
 
-    def _verify_run(
-        self, handles: Sequence[Lease], outs: Sequence[memoryview | None], deadline: float | None
-    ) -> list[Status]:
-        """Statuses up to and including the first that is not OK."""
-        statuses: list[Status] = []
-        for status in self._verify(handles, outs, deadline):
-            statuses.append(status)
-            if status is not Status.OK:
-                break
-        return statuses
-
     def _verify(
         self, handles: Sequence[Lease], outs: Sequence[memoryview | None], deadline: float | None
     ) -> Iterator[Status]:
@@ -160,7 +149,7 @@ class HostTier:
             if expired(deadline):
                 yield from [Status.TIMEOUT] * len(some)
                 continue
-            memories: list[Bytes] = [self._memory(handle) for handle in some]
+            memories: list[Bytes] = list(self._memories(some))
             sizes = [handle.nbytes for handle in some]
             found = copy_checksums(checksum_heads(some), memories, list(outs[window]), sizes)
             for handle, checksum in zip(some, found, strict=True):
@@ -214,7 +203,7 @@ class HostTier:
             raise FormatMismatch(f"{len(keys)} keys, {len(buffers)} buffers: expected as many of each")
         with self._timed("read"), self._leased(keys, owner, exact=exact) as handles:
             check_buffers(zip(handles, buffers, strict=False), writable=True)
-            statuses = self._verify_run(handles, buffers[: len(handles)], deadline)
+            statuses = leading(self._verify(handles, buffers[: len(handles)], deadline))
             self._count_bytes(self._metrics.read_bytes, handles[: len(statuses)], statuses)
         self._count_asked(len(keys), statuses.count(Status.OK), owner)
         return self._finish(statuses + [rest(statuses)] * (len(keys) - len(statuses)))
@@ -277,38 +266,47 @@ class HostTier:
         """See `Tier.write`."""
         check_buffers(items, writable=False)
         with self._timed("write"):
-            statuses = self._fill([handle for handle, _ in items], [data for _, data in items], None, deadline)
+            statuses = self._fill([handle for handle, _ in items], [data for _, data in items], deadline)
         return self._finish(statuses)
 
     def seal(self, handles: Sequence[Handle], checksums: Sequence[bytes] | None = None) -> None:
         """See `AddressableTier.seal`."""
-        self._fill(handles, [None] * len(handles), checksums, None)
-
-    def exchange(self, pairs: Sequence[tuple[Handle, Handle]]) -> None:
-        """See `GatewayTier.exchange`."""
+        known = checksums or [b""] * len(handles)
+        due = [handle for handle, checksum in zip(handles, known, strict=True) if not checksum]
+        if due:
+            self._fill(due, [None] * len(due), None)
         with self._state():
-            exchange(self._table.require([handle for pair in pairs for handle in pair], Extent))
+            reserved = self._table.require(handles, Extent)
+            self._clear_padding(reserved)
+            for extent, checksum in zip(reserved, known, strict=True):
+                extent.checksum = checksum or extent.checksum
+
+    def rename(
+        self, handles: Sequence[Handle], refs: Sequence[BlockRef], owner: Owner, hints: Sequence[Hint]
+    ) -> list[Reservation]:
+        """See `GatewayTier.rename`."""
+        check_records(refs, [handle.nbytes for handle in handles], [handle.fmt for handle in handles], hints)
+        with self._state():
+            return self._table.rename(self._table.require(handles, Extent), refs, owner, hints)
 
     def _fill(
         self,
         handles: Sequence[Handle],
         sources: Sequence[memoryview | None],
-        known: Sequence[bytes] | None,
         deadline: float | None,
     ) -> list[Status]:
-        """Copy each source (None: the bytes are in place already) and checksum the record, unless it is known."""
+        """Copy each source (None: the bytes are in place already) and checksum the record."""
         with self._state():
             reserved = self._table.require(handles, Extent)
             for extent in reserved:
                 extent.checksum = b""
             self._table.hold(reserved)
-        known = known or [b""] * len(reserved)
         checksums: list[bytes] = []
         try:
             for window in windows(reserved):
                 if expired(deadline):
                     break
-                checksums += self._fill_window(reserved[window], sources[window], known[window])
+                checksums += self._fill_window(reserved[window], sources[window])
         finally:
             with self._lock:
                 for extent, checksum in zip(reserved, checksums, strict=False):
@@ -317,25 +315,21 @@ class HostTier:
                 self._tell_occupied()
         return [Status.OK] * len(checksums) + [Status.TIMEOUT] * (len(reserved) - len(checksums))
 
-    def _fill_window(
-        self, extents: Sequence[Extent], sources: Sequence[memoryview | None], known: Sequence[bytes]
-    ) -> list[bytes]:
-        """Put bytes in place where they are not, clear the padding, and return the checksums, some being known."""
-        memories = self._slab.region.views([(extent.offset, round_up(extent.nbytes)) for extent in extents])
-        for extent, memory in zip(extents, memories, strict=True):
-            if extent.nbytes < memory.nbytes:
-                # Lower tiers write whole pages: what an earlier record left behind must not reach a disk.
-                memory[extent.nbytes :] = bytes(memory.nbytes - extent.nbytes)
-        due = [at for at, checksum in enumerate(known) if not checksum]
+    def _fill_window(self, extents: Sequence[Extent], sources: Sequence[memoryview | None]) -> list[bytes]:
+        """Put bytes in place where they are not, clear the padding, and return the checksums."""
+        self._clear_padding(extents)
         inputs: list[Bytes] = []
         outputs: list[Bytes | None] = []
-        for at in due:
-            source = sources[at]
-            inputs.append(memories[at] if source is None else source)
-            outputs.append(None if source is None else memories[at])
-        some = [extents[at] for at in due]
-        found = iter(copy_checksums(checksum_heads(some), inputs, outputs, [extent.nbytes for extent in some]))
-        return [checksum or next(found) for checksum in known]
+        for source, memory in zip(sources, self._memories(extents), strict=True):
+            inputs.append(memory if source is None else source)
+            outputs.append(None if source is None else memory)
+        return copy_checksums(checksum_heads(extents), inputs, outputs, [extent.nbytes for extent in extents])
+
+    def _clear_padding(self, extents: Sequence[Extent]) -> None:
+        """Lower tiers write whole pages: what an earlier record left behind must not reach a disk."""
+        padded = [extent for extent in extents if extent.nbytes % PAGE]
+        for extent, memory in zip(padded, self._memories(padded), strict=True):
+            memory[extent.nbytes :] = bytes(memory.nbytes - extent.nbytes)
 
     def commit(self, handles: Sequence[Handle]) -> None:
         """See `Tier.commit`."""
@@ -479,13 +473,20 @@ class HostTier:
 
     def buffer(self, handle: Handle) -> memoryview:
         """See `AddressableTier.buffer`."""
-        live = self._live(handle)
-        view = self._memory(live)
-        return view.toreadonly() if live.leased else view
+        return self.buffers([handle])[0]
+
+    def buffers(self, handles: Sequence[Handle]) -> list[memoryview]:
+        """See `AddressableTier.buffers`."""
+        with self._lock:
+            live = self._table.live(handles)
+        views = zip(live, self._memories(live), strict=True)
+        return [view.toreadonly() if handle.leased else view for handle, view in views]
 
     def span(self, handle: Handle) -> Span:
         """See `AddressableTier.span`. Its length is `nbytes`, without padding."""
-        return self._slab.region.span(self._live(handle).extent.offset, handle.nbytes)
+        with self._lock:
+            (live,) = self._table.live([handle])
+        return self._slab.region.span(live.extent.offset, handle.nbytes)
 
     def regions(self) -> list[RegionShare]:
         """What `kvtier.cpu.send_regions` sends to a worker, which can only map it for reading."""
@@ -580,13 +581,9 @@ class HostTier:
         if self._closed:
             raise TierUnavailable(f"tier {self.name} is closed: open another one")
 
-    def _live(self, handle: Handle) -> HostHandle:
-        with self._lock:
-            return self._table.live(handle)
-
-    def _memory(self, handle: HostHandle) -> memoryview:
-        """A record's own memory: whole pages."""
-        return self._slab.region.view(handle.extent.offset, round_up(handle.nbytes))
+    def _memories(self, handles: Sequence[HostHandle]) -> list[memoryview]:
+        """Each record's own memory: whole pages."""
+        return self._slab.region.views([(handle.extent.offset, round_up(handle.nbytes)) for handle in handles])
 
     def _finish(self, statuses: Sequence[Status], handles: Sequence[Handle] = ()) -> Ticket:
         return self._completions.finish(Ticket(), statuses, handles)

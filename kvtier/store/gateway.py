@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvtier.hints import Hint
 from kvtier.policies import EvictionPolicy
-from kvtier.tiers import AddressableTier, BlockRef, Handle, Owner, Ticket
+from kvtier.tiers import AddressableTier, BlockRef, Handle, Owner, Reservation, Ticket
 
 __all__ = ["GatewayTier"]
 
@@ -30,12 +31,17 @@ class GatewayTier(AddressableTier, Protocol):
         """Keys of the next victims, in order; changes nothing."""
         ...
 
-    def exchange(self, pairs: Sequence[tuple[Handle, Handle]]) -> None:
-        """Swap the memory of two reservations of one size each: what was received into one is the other's, uncopied.
+    def rename(
+        self, handles: Sequence[Handle], refs: Sequence[BlockRef], owner: Owner, hints: Sequence[Hint]
+    ) -> list[Reservation]:
+        """`reserve` in memory that is reserved: each handle becomes the reservation of its ref, bytes and all.
+
+        Returns:
+            Per ref its handle, or `Exists`, where the handle stays what it was.
 
         Raises:
-            FormatMismatch: their sizes differ.
-            LeaseError: one is no reservation any more.
+            FormatMismatch: a key that no record can have, or not as many of each.
+            LeaseError: a handle is no reservation any more.
         """
         ...
 

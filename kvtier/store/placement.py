@@ -133,6 +133,11 @@ class Placement:
             self._submit(demoter, owed, keys)
 
     @property
+    def watches_puts(self) -> bool:
+        """Whether `stored` has anything to do."""
+        return bool(self._demoters) or self._budget is not None
+
+    @property
     def watches_use(self) -> bool:
         """Whether `used` has anything to do."""
         return self.rule == "second_touch" or any(demoter.owes_any for demoter in self._demoters)

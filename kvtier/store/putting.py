@@ -71,25 +71,33 @@ class Putter:
         self._placement = placement
         self._metrics = metrics
 
-    def items(self, raw: Sequence[tuple[BlockRef, memoryview]], hints: Sequence[Hint] | None, parts: int) -> list[Item]:
+    def items(
+        self,
+        raw: Sequence[tuple[BlockRef, memoryview]],
+        hints: Sequence[Hint] | None,
+        parts: int,
+        owned: Sequence[Received | None] = (),
+    ) -> list[Item]:
         """Check a batch, before anything changes.
 
         Raises:
             FormatMismatch: a block has another size than its layout says or no proper name, or the numbers do not fit.
         """
-        if parts < 1 or len(raw) % parts or (hints is not None and len(hints) != len(raw)):
-            given = "none" if hints is None else len(hints)
+        count = len(raw)
+        hinted, memory = [NO_HINT] * count if hints is None else hints, owned or [None] * count
+        if parts < 1 or count % parts or not len(hinted) == len(memory) == count:
             raise FormatMismatch(
-                f"{len(raw)} items, {given} hints, {parts} parts per block: expected whole blocks and a hint per item"
+                f"{count} items, {len(hinted)} hints, {len(memory)} with memory, {parts} parts per block: "
+                "expected whole blocks and one of each per item"
             )
         for ns in {ref.ns for ref, _ in raw}:
             _check_namespace(ns)
         checked = []
-        for at, (ref, data) in enumerate(raw):
+        for at, ((ref, data), hint, mine) in enumerate(zip(raw, hinted, memory, strict=True)):
             _check_ref(ref)
             self._recoder.check(ref, data.nbytes, at % parts, parts)
             target = self._recoder.of_raw(self._host, ref, data.nbytes, at % parts, parts)
-            checked.append(Item(ref, data, target, NO_HINT if hints is None else hints[at]))
+            checked.append(Item(ref, data, target, hint, mine))
         return checked
 
     def put(self, items: Sequence[Item], parts: int, deadline: float | None = None) -> list[PutOutcome]:
@@ -111,8 +119,9 @@ class Putter:
                 stored, bad = done
         finally:
             self._gate.take_back(self._inflight.finish([item.target.ref for item in claimed]))
-        good = [Placed(item.ref, item.data.nbytes, item.hint) for item in items if item.ref.key not in bad]
-        self._placement.stored(good)
+        if self._placement.watches_puts:
+            good = [Placed(item.ref, item.data.nbytes, item.hint) for item in items if item.ref.key not in bad]
+            self._placement.stored(good)
         self._placement.arrived(len(claimed))
         return self._counted(_outcomes(items, parts, stored, bad))
 
@@ -125,13 +134,7 @@ class Putter:
 
     def _store(self, batch: Sequence[Item], items: Sequence[Item], parts: int) -> tuple[set[bytes], set[bytes]]:
         """Store those `items` of a batch that nobody else does: keys that were stored, and keys that were dropped."""
-        slots = self._host.reserve(
-            [item.target.ref for item in items],
-            [item.target.nbytes for item in items],
-            [item.target.fmt for item in items],
-            _OWNER,
-            [item.hint for item in items],
-        )
+        slots = self._reserve(items)
         handles = left = [slot for slot in slots if isinstance(slot, Handle)]
         try:
             bad = {item.ref.key for item, slot in zip(items, slots, strict=True) if isinstance(slot, Full)}
@@ -147,6 +150,15 @@ class Putter:
                 self._host.abort(left)
         return {handle.ref.key for handle in good}, bad
 
+    def _reserve(self, items: Sequence[Item]) -> list[Reservation]:
+        refs, hints = [item.target.ref for item in items], [item.hint for item in items]
+        owned = [(item.owned.handle, item.target) for item in items if item.owned is not None]
+        there = [handle for handle, target in owned if _fits(handle, target)]
+        if len(there) == len(items):
+            return self._host.rename(there, refs, _OWNER, hints)
+        sizes, fmts = [item.target.nbytes for item in items], [item.target.fmt for item in items]
+        return self._host.reserve(refs, sizes, fmts, _OWNER, hints)
+
     def _fill(self, items: Sequence[Item], slots: Sequence[Reservation], skip: set[bytes]) -> set[bytes]:
         """Write or encode into the reservations; returns the keys that could not be."""
         plain: list[tuple[Handle, memoryview]] = []
@@ -156,7 +168,7 @@ class Putter:
         for item, slot in zip(items, slots, strict=True):
             if not isinstance(slot, Handle) or item.ref.key in skip:
                 continue
-            if item.target.codec is None and item.owned is not None:
+            if item.owned is not None and item.owned.handle is slot:
                 moved.append((slot, item.owned))
             elif item.target.codec is None:
                 plain.append((slot, item.data))
@@ -165,8 +177,6 @@ class Putter:
             else:
                 bad.add(item.ref.key)
         statuses = self._host.write(plain).wait().statuses if plain else ()
-        if moved:
-            self._host.exchange([(slot, owned.handle) for slot, owned in moved])
         if moved or encoded:
             sums = [owned.checksum if owned.head == checksum_head(slot.ref, slot.fmt) else b"" for slot, owned in moved]
             self._host.seal([*encoded, *(slot for slot, _ in moved)], [*([b""] * len(encoded)), *sums])
@@ -185,6 +195,11 @@ class Putter:
             self._gate.drop("unencodable", 1)
             return False
         return True
+
+
+def _fits(handle: Handle, target: Target) -> bool:
+    """Whether the bytes are to stay as they are, so that they can stay where they are."""
+    return target.codec is None and (handle.nbytes, handle.fmt) == (target.nbytes, target.fmt)
 
 
 def _outcomes(items: Sequence[Item], parts: int, stored: set[bytes], bad: set[bytes]) -> list[PutOutcome]:

@@ -360,9 +360,7 @@ class TieredStore:
         told: Callable[[list[PutOutcome]], _T],
         owned: Sequence[Received | None] = (),
     ) -> "Future[_T]":
-        checked = self._putter.items(items, hints, parts)
-        if owned:
-            checked = [item._replace(owned=memory) for item, memory in zip(checked, owned, strict=True)]
+        checked = self._putter.items(items, hints, parts, owned)
         self._pins.expire()
         self._turns.note(self._book.note([ref.key for ref, _ in items], [item.hint for item in checked]))
 

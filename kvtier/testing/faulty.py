@@ -370,6 +370,10 @@ class FaultyHostTier(FaultyTier):
         """See `AddressableTier.buffer`."""
         return self._memory.buffer(handle)
 
+    def buffers(self, handles: Sequence[Handle]) -> list[memoryview]:
+        """See `AddressableTier.buffers`."""
+        return self._memory.buffers(handles)
+
     def seal(self, handles: Sequence[Handle], checksums: Sequence[bytes] | None = None) -> None:
         """See `AddressableTier.seal`."""
         self._maybe_hang(self._strike("seal"))
@@ -404,9 +408,11 @@ class FaultyHostTier(FaultyTier):
         self._maybe_hang(self._strike("coldest"))
         return self._memory.coldest(count)
 
-    def exchange(self, pairs: Sequence[tuple[Handle, Handle]]) -> None:
-        """See `GatewayTier.exchange`."""
-        self._memory.exchange(pairs)
+    def rename(
+        self, handles: Sequence[Handle], refs: Sequence[BlockRef], owner: Owner, hints: Sequence[Hint]
+    ) -> list[Reservation]:
+        """See `GatewayTier.rename`."""
+        return self._memory.rename(handles, refs, owner, hints)
 
     def resize(self, capacity_bytes: int) -> int:
         """See `GatewayTier.resize`."""

@@ -205,7 +205,7 @@ def test_what_is_damaged_in_host_is_not_carried_down() -> None:
     with contextlib.closing(TieredStore(host, [below], metrics=metrics, options=options)) as store:
         store.put(items("a", 3)).result()
         handles = host.acquire(keys("a", 3), "test").wait().handles
-        host._memory(handles[1])[7] ^= 1
+        host._memories(handles[1:2])[0][7] ^= 1
         host.release(handles)
         store.put(items("a", 3)).result()
         store.flush()

@@ -173,7 +173,7 @@ def test_a_damaged_block_is_told_as_damaged() -> None:
     tier = HostTier(4 * BLOCK, events=log)
     put(tier, CHAINS[0][:2], BLOCK)
     handle = tier.acquire([CHAINS[0][0].key], "x").wait().handles[0]
-    tier._memory(handle)[:4] = b"oops"
+    tier._memories([handle])[0][:4] = b"oops"
     tier.release([handle])
     assert tier.acquire([CHAINS[0][0].key], "x").wait().statuses == (Status.CORRUPT,)
     event = log.since(0).events[-1]

@@ -130,6 +130,26 @@ class HostTierMachine(RuleBasedStateMachine):
             self.ready[key] = better
             self.outlived.update(h for h, state in self.held.items() if state == "leased" and h.ref.key == key)
 
+    @rule(one=reservations, other=reservations, refs=chains, at=st.integers(0, 4), exact=st.booleans(), owner=owners)
+    def rename(self, one: Handle, other: Handle, refs: list[BlockRef], at: int, exact: bool, owner: str) -> None:
+        pairs = dict(zip((one, other), [ref._replace(exact=exact) for ref in refs[at : at + 2]], strict=True))
+        if any(self.held.get(h, "leased") == "leased" or h.nbytes != nbytes(ref) for h, ref in pairs.items()):
+            return
+        before = {handle: handle.ref for handle in pairs}
+        results = self.tier.rename(list(pairs), list(pairs.values()), owner, [Hint()] * len(pairs))
+        for (handle, ref), result in zip(pairs.items(), results, strict=True):
+            better, present = rank(ref, handle.fmt), self.ready.get(ref.key)
+            if isinstance(result, Exists):
+                assert result.ready == (present is not None and present >= better)
+                assert result.ready or any(there >= better for there in self.pending(ref.key))
+                assert handle.ref == before[handle]
+            else:
+                assert result is handle
+                assert (handle.ref, handle.owner) == (ref, owner)
+                assert present is None or present < better
+                assert self.pending(ref.key).count(better) == 1
+                self.held[handle] = "reserved"
+
     @rule(handle=reservations)
     def abort(self, handle: Handle) -> None:
         self.tier.abort([handle])

@@ -6,6 +6,7 @@ tenant          one store per tenant; quotas: its share; state: what must outliv
 namespaces      what clients name blocks in, and what that is in a store; leaving: those that ended
 reading, reads  blocks held in host, to be sent without a copy, and how they get there
 records, puts   blocks to be put, their outcomes, and their checks; pins and prefetches, kept in holding
+rooms           memory to receive blocks into
 inflight        how many bytes calls hold; places: how many connections tenants have
 events          block events in the names that callers use
 calls           what is under way; telemetry, stats: how it went; traffic: of blocks; figures: who may see it;
@@ -21,6 +22,7 @@ from kvtier.service.cache.namespaces import NamespaceInfo, NamespaceSpec, layout
 from kvtier.service.cache.places import Places
 from kvtier.service.cache.reading import Found, Reading
 from kvtier.service.cache.records import BlockPut, PinInfo, PrefetchInfo, PutOutcome
+from kvtier.service.cache.rooms import Room
 from kvtier.service.cache.stats import NamespaceStats, ServiceStats, TenantStats, TierFlow, TrafficStats, VerbStats
 from kvtier.service.cache.tokens import TokenEntry, Tokens
 
@@ -44,6 +46,7 @@ __all__ = [
     "PrefetchInfo",
     "PutOutcome",
     "Reading",
+    "Room",
     "Scope",
     "ServiceError",
     "ServiceStats",

@@ -88,6 +88,6 @@ class TenantEvents:
             return None
         space, part = whose
         keys = tuple(store_keys(event.keys, space.masks[part]))
-        parents = tuple(None if ref.parent is None else space.head(ref.parent, part) for ref in event.refs)
+        parents = tuple(space.masked([ref.parent for ref in event.refs], part))
         depths = tuple(ref.depth for ref in event.refs)
         return BlockEvent(*head, space.spec.name, part, keys, parents, depths, event.reason)

@@ -11,7 +11,7 @@ from kvtier.errors import FormatMismatch
 from kvtier.keys import KEY_SCHEME, STORE_KEY_BYTES, Namespace, namespace_index, store_keys
 from kvtier.layout import GroupKind, LayerGroup, Layout
 from kvtier.service.cache.errors import ServiceError
-from kvtier.tiers import BlockRef, checksum_head
+from kvtier.tiers import record_heads
 
 __all__ = [
     "NamespaceInfo",
@@ -188,17 +188,18 @@ class OpenNamespace:
 
     def heads(self, names: Sequence[tuple[bytes, int]]) -> list[bytes | None]:
         """`tiers.checksum_head` of raw records, by chain key and part; None: there is no such part."""
-        probes = self.probes([key for key, _ in names])
-        return [
-            checksum_head(BlockRef(probes[at * self.parts + part], self.indices[part], -1, None, exact=True), _RAW)
-            if 0 <= part < self.parts
-            else None
-            for at, (_, part) in enumerate(names)
-        ]
+        heads: list[bytes | None] = [None] * len(names)
+        for part in {part for _, part in names}.intersection(range(self.parts)):
+            places = [at for at, (_, of) in enumerate(names) if of == part]
+            keys = store_keys([names[at][0] for at in places], self.masks[part])
+            for at, head in zip(places, record_heads(keys, self.indices[part], _RAW), strict=True):
+                heads[at] = head
+        return heads
 
-    def head(self, key: bytes, part: int) -> bytes:
-        """The first 16 bytes of the chain key behind a store key of a part."""
-        return store_keys([key], self.masks[part])[0]
+    def masked(self, keys: Sequence[bytes | None], part: int) -> list[bytes | None]:
+        """From chain keys to a part's store keys, or from these back to the first 16 bytes of the chain keys."""
+        masked = iter(store_keys([key for key in keys if key is not None], self.masks[part]))
+        return [None if key is None else next(masked) for key in keys]
 
     def info(self) -> NamespaceInfo:
         """As its users see it, without counts."""

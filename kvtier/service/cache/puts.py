@@ -97,12 +97,11 @@ def items(blocks: Sequence[BlockPut], space: OpenNamespace) -> tuple[list[tuple[
     for part in {block.part for block in blocks}:
         places = [at for at, block in enumerate(blocks) if block.part == part]
         some = [blocks[at] for at in places]
-        mask, ns = space.masks[part], space.indices[part]
-        keys = store_keys([block.key for block in some], mask)
-        parents = iter(store_keys([block.parent for block in some if block.parent is not None], mask))
-        for at, key, block in zip(places, keys, some, strict=True):
-            parent = None if block.parent is None else next(parents)
-            rows[at] = (BlockRef(key, ns, block.depth, parent, block.exact), block.data.cast("B"))
+        keys = store_keys([block.key for block in some], space.masks[part])
+        parents = space.masked([block.parent for block in some], part)
+        for at, key, parent, block in zip(places, keys, parents, some, strict=True):
+            ref = BlockRef(key, space.indices[part], block.depth, parent, block.exact)
+            rows[at] = (ref, block.data.cast("B"))
     return [row for row in rows if row is not None], [block.hint or NO_HINT for block in blocks]
 
 

@@ -9,15 +9,16 @@ import xxhash
 
 from kvtier.errors import LeaseError
 from kvtier.layout import Span
+from kvtier.tiers import AddressableTier, Handle, checksum_head
 
 __all__ = ["Found", "InHost", "Reading"]
 
 
 class InHost(NamedTuple):
-    """Says where a block lies in host, and what guards its bytes there: see `Found.span` and `Found.guard`."""
+    """A block as it lies in host."""
 
-    locate: Callable[[], Span]
-    guard: Callable[[], tuple[bytes, bytes]]
+    host: AddressableTier
+    handle: Handle
 
 
 class Found:
@@ -62,12 +63,13 @@ class Found:
     @property
     def span(self) -> Span | None:
         """Where `data` lies in the regions of `Cache.regions`, while the reading is open; None: not there."""
-        return None if self._in_host is None else self._in_host.locate()
+        return None if self._in_host is None else self._in_host.host.span(self._in_host.handle)
 
     @property
     def guard(self) -> tuple[bytes, bytes] | None:
         """A head of 64 bytes and a checksum: xxh3_128(head + `data`) is the checksum; None: they were decoded."""
-        return None if self._in_host is None else self._in_host.guard()
+        handle = None if self._in_host is None else self._in_host.handle
+        return None if handle is None else (checksum_head(handle.ref, handle.fmt), handle.checksum)
 
     @property
     def digest(self) -> bytes:

@@ -15,7 +15,7 @@ from kvtier.service.cache.inflight import InFlight
 from kvtier.service.cache.namespaces import OpenNamespace
 from kvtier.service.cache.reading import Found, InHost, Reading
 from kvtier.store import Lease, TieredStore
-from kvtier.tiers import Handle, checksum_heads, expired
+from kvtier.tiers import Handle, expired
 
 __all__ = ["Read", "ReadRequest"]
 
@@ -212,21 +212,22 @@ class Read:
     def _found(self, run: _Run) -> list[Found]:
         if run.lease is None:
             return []
-        parts, found = self._request.parts, []
-        held = run.lease.part(0, run.whole)
-        for at, ((_, handle), tier) in enumerate(zip(held, run.tiers, strict=False)):
-            block, part = divmod(at, len(parts))
-            key = self._request.chain[run.start + block]
-            found.append(self._one(key, parts[part], handle, tier))
-        return found
+        request, parts, host = self._request, self._request.parts, self._store.host
+        handles = [handle for _, handle in run.lease.part(0, run.whole)]
+        names = ((key, part) for key in request.chain[run.start :] for part in parts)
+        parents = [handle.ref.parent for handle in handles]
+        for place, part in enumerate(parts):
+            parents[place :: len(parts)] = request.space.masked(parents[place :: len(parts)], part)
+        rows = zip(handles, names, parents, run.tiers, host.buffers(handles), strict=False)
+        return [self._one(*row) for row in rows]
 
-    def _one(self, key: bytes, part: int, handle: Handle, tier: str) -> Found:
-        ref, space = handle.ref, self._request.space
-        parent = None if ref.parent is None else space.head(ref.parent, part)
-        host, layout = self._store.host, space.layout(part)
-        data = host.buffer(handle)[: handle.nbytes]
-        if handle.fmt == _RAW or layout is None:
-            in_host = InHost(partial(host.span, handle), partial(_guard, handle))
+    def _one(
+        self, handle: Handle, name: tuple[bytes, int], parent: bytes | None, tier: str, memory: memoryview
+    ) -> Found:
+        (key, part), ref, data = name, handle.ref, memory[: handle.nbytes]
+        layout = None if handle.fmt == _RAW else self._request.space.layout(part)
+        if layout is None:
+            in_host = InHost(self._store.host, handle)
             return Found(key, part, ref.depth, parent, tier, data, exact=ref.exact, in_host=in_host)
         if not self._request.checked:
             raise ServiceError("conflict", "these blocks lie encoded in host, and are decoded checked only: get them")
@@ -269,10 +270,6 @@ class Read:
         self._inflight.give(taken)
         self._ended(self)
         return True
-
-
-def _guard(handle: Handle) -> tuple[bytes, bytes]:
-    return checksum_heads([handle])[0], handle.checksum
 
 
 class _Attempt:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from kvtier.keys import STORE_KEY_BYTES
 from kvtier.service.cache.errors import ServiceError
 from kvtier.service.cache.inflight import InFlight
 from kvtier.store import Received, TieredStore
@@ -61,7 +62,12 @@ class Rooms:
         self._lent = InFlight(quota // _SHARE)
 
     def take(self, sizes: Sequence[int], heads: Sequence[bytes | None]) -> Room | None:
-        """A room for blocks of these sizes and heads (see `Room`); None: there is none now."""
+        """A room for blocks of these sizes and heads (see `Room`); None: there is none now, or none is needed.
+
+        What is there already is not received into host memory: others would have to leave for it.
+        """
+        if any(self._store.host.refs([head[:STORE_KEY_BYTES] for head in heads if head is not None])):
+            return None
         nbytes = sum(sizes)
         try:
             self._lent.take(nbytes)
@@ -75,8 +81,8 @@ class Rooms:
         if not handles:
             self._lent.give(nbytes)
             return None
-        host = self._store.host
-        return Room(self, handles, [host.buffer(handle)[: handle.nbytes] for handle in handles], heads)
+        views = zip(self._store.host.buffers(handles), sizes, strict=True)
+        return Room(self, handles, [view[:nbytes] for view, nbytes in views], heads)
 
     def give_back(self, handles: Sequence[Handle]) -> None:
         """End what a room had."""

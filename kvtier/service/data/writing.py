@@ -2,22 +2,25 @@
 
 put     socket -> host slot             into memory that becomes the blocks', checksummed as the bytes come; or
         socket -> buffer -> host slot   where host has no room to spare, with copy and checksum in one pass
-stage   staging region -> host slot     likewise; a block that the client alters in its region meanwhile may be kept
-                                        with the checksum of other bytes: then it is a miss when it is read
+stage   staging region -> host slot     likewise, copied by the connection's thread or, where there is no room to
+                                        spare, by the store's; a block that the client alters in its region meanwhile
+                                        may be kept with the checksum of other bytes: a miss when it is read
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from itertools import accumulate, repeat
+from typing import Any, NamedTuple
 
 import xxhash
 
 from kvtier.hints import Hint
-from kvtier.service.cache import BlockPut, PutOutcome, ServiceError
+from kvtier.native.checksum import HEAD_BYTES, copy_checksums
+from kvtier.service.cache import BlockPut, PutOutcome, Room, ServiceError
 from kvtier.service.data.exchange import Exchange
 from kvtier.service.data.session import Session
 from kvtier.store import Received
@@ -26,24 +29,39 @@ from kvtier.wire.packing import pack_runs, unpack_keys
 
 __all__ = ["answer_put", "answer_stage"]
 
-# To hand one over costs as much as to copy a MiB; two of each connection are lent out.
-_WINDOW_BYTES = 16 << 20
+# To hand one over costs as much as to copy two MiB; two of each connection are lent out.
+_WINDOW_BYTES = 32 << 20
 _UNDER_WAY = 2
 _DIGEST_BYTES = 16
 _GRACE_SECONDS = 5.0
 _BUFFER_SECONDS = 1.0
 
 
-class _Item(NamedTuple):
-    """One block as it was announced; `digest` is empty where none was."""
+class _Announced(NamedTuple):
+    """Blocks as they were announced, a column for each field; none of digests where there are none."""
 
-    key: bytes
-    part: int
-    parent: bytes | None
-    depth: int
-    exact: bool
-    nbytes: int
-    digest: bytes
+    keys: Sequence[bytes]
+    parts: Sequence[int]
+    parents: Sequence[bytes | None]
+    depths: Sequence[int]
+    exact: Sequence[bool]
+    sizes: Sequence[int]
+    digests: Sequence[bytes]
+
+    def windows(self) -> "Iterator[_Announced]":
+        """Whole blocks, about `_WINDOW_BYTES` at a time."""
+        start = nbytes = 0
+        for at, size in enumerate(self.sizes):
+            if at > start and nbytes + size > _WINDOW_BYTES and self.keys[at] != self.keys[at - 1]:
+                yield self._cut(start, at)
+                start, nbytes = at, 0
+            nbytes += size
+        if start < len(self.sizes):
+            yield self._cut(start, len(self.sizes))
+
+    def _cut(self, start: int, stop: int) -> "_Announced":
+        columns: Any = (column[start:stop] for column in self)
+        return _Announced(*columns)
 
 
 class _Puts:
@@ -55,7 +73,7 @@ class _Puts:
     """
 
     def __init__(self, session: Session, asked: Put | Stage) -> None:
-        self.items = _items(session, asked)
+        self.announced = _announced(session, asked)
         self.outcomes: list[PutOutcome] = []
         self._session = session
         self._ns = asked.ns
@@ -65,41 +83,53 @@ class _Puts:
 
     def put(
         self,
-        items: Sequence[_Item],
+        some: _Announced,
         views: Sequence[memoryview],
         memory: ExitStack,
-        owned: Sequence[Received | None] = (),
+        owned: Iterable[Received | None] = repeat(None),
     ) -> None:
         """Begin to store one window; `memory` is closed when its bytes are not needed any more.
 
         owned: what the bytes lie in, if that is to become the blocks' memory.
         """
         with memory:
-            _check_digests(items, views)
-            blocks = [
-                BlockPut(item.key, item.part, item.parent, item.depth, item.exact, view, self._hint, handle)
-                for item, view, handle in zip(items, views, owned or [None] * len(items), strict=True)
-            ]
+            _check_digests(some, views)
+            columns = (some.keys, some.parts, some.parents, some.depths, some.exact, views)
+            blocks = list(map(BlockPut, *columns, repeat(self._hint), owned))
             session = self._session
             future = session.cache.put(session.caller, self._ns, blocks, deadline=self._deadline)
             self._under_way.append((future, memory.pop_all()))
         while len(self._under_way) >= _UNDER_WAY:
             self._collect()
 
-    def receive(self, exchange: Exchange, items: Sequence[_Item]) -> None:
+    def receive(self, exchange: Exchange, some: _Announced) -> None:
         """Receive one window and begin to store it: in host memory where there is room, else through a buffer."""
-        session, sizes = self._session, [item.nbytes for item in items]
+        if self._put_in_room(some, lambda room: exchange.body(*room.views, heads=room.heads)):
+            return
+        session = self._session
         with ExitStack() as memory:
-            names = [(item.key, item.part) for item in items]
-            room = session.cache.room(session.caller, self._ns, names, sizes)
-            if room is not None:
-                memory.callback(room.close)
-                checksums = exchange.body(*room.views, heads=room.heads)
-                self.put(items, room.views, memory.pop_all(), room.received(checksums))
-                return
-            buffer = memory.enter_context(session.port.buffers.lend(session.caller.tenant, sum(sizes), _BUFFER_SECONDS))
+            lent = session.port.buffers.lend(session.caller.tenant, sum(some.sizes), _BUFFER_SECONDS)
+            buffer = memory.enter_context(lent)
             exchange.body(buffer)
-            self.put(items, _cut(buffer, items), memory.pop_all())
+            self.put(some, _cut(buffer, some.sizes), memory.pop_all())
+
+    def copy(self, views: Sequence[memoryview]) -> None:
+        """Begin to store all of it from staging: copied here where there is room, for the store has one thread."""
+        some = self.announced
+        if not self._put_in_room(some, partial(_copied, views)):
+            self.put(some, views, ExitStack())
+
+    def _put_in_room(self, some: _Announced, fill: Callable[[Room], list[bytes]]) -> bool:
+        """Fill host memory with the bytes of some blocks and begin to put them; False: there is no room."""
+        session, names = self._session, list(zip(some.keys, some.parts, strict=True))
+        room = session.cache.room(session.caller, self._ns, names, some.sizes)
+        if room is None:
+            return False
+        with ExitStack() as memory:
+            memory.callback(room.close)
+            checksums = fill(room)
+            self.put(some, room.views, memory.pop_all(), room.received(checksums))
+        return True
 
     def finish(self) -> bytes:
         """Wait for all windows; the head that answers the request."""
@@ -132,12 +162,12 @@ def _let_go(memory: ExitStack, _: object) -> None:
 def answer_put(exchange: Exchange, session: Session, head: memoryview) -> None:
     """The bytes are the body."""
     puts = _Puts(session, decode(Put, head))
-    total = sum(item.nbytes for item in puts.items)
+    total = sum(puts.announced.sizes)
     if total != exchange.unread:
         raise ServiceError("invalid", f"a body of {exchange.unread} bytes: the sizes add up to {total}")
     try:
-        for items in _windows(puts.items):
-            puts.receive(exchange, items)
+        for some in puts.announced.windows():
+            puts.receive(exchange, some)
         answer = puts.finish()
     finally:
         puts.abandon()
@@ -152,17 +182,18 @@ def answer_stage(exchange: Exchange, session: Session, head: memoryview) -> None
     if staging is None:
         raise ServiceError("invalid", "this connection has no staging region: ask for one with its share")
     puts = _Puts(session, asked)
-    if len(asked.offsets) != len(puts.items):
-        raise ServiceError("invalid", f"{len(asked.offsets)} offsets for {len(puts.items)} items: expected as many")
+    sizes = puts.announced.sizes
+    if len(asked.offsets) != len(sizes):
+        raise ServiceError("invalid", f"{len(asked.offsets)} offsets for {len(sizes)} items: expected as many")
     views = []
-    for offset, item in zip(asked.offsets, puts.items, strict=True):
-        if not 0 <= offset <= staging.nbytes - item.nbytes:
-            raise ServiceError("invalid", f"{item.nbytes} bytes at {offset}: the region has {staging.nbytes}")
-        views.append(staging.view(offset, item.nbytes))
+    for offset, nbytes in zip(asked.offsets, sizes, strict=True):
+        if not 0 <= offset <= staging.nbytes - nbytes:
+            raise ServiceError("invalid", f"{nbytes} bytes at {offset}: the region has {staging.nbytes}")
+        views.append(staging.view(offset, nbytes))
     if views:
         session.staged(min(asked.offsets), sum(asked.sizes))
     try:
-        puts.put(puts.items, views, ExitStack())
+        puts.copy(views)
         answer = puts.finish()
     finally:
         puts.abandon()
@@ -170,7 +201,7 @@ def answer_stage(exchange: Exchange, session: Session, head: memoryview) -> None
         exchange.owe(answer)
 
 
-def _items(session: Session, asked: Put | Stage) -> list[_Item]:
+def _announced(session: Session, asked: Put | Stage) -> _Announced:
     keys = session.keys(asked.keys, asked.width)
     count, sizes = len(keys), asked.sizes
     columns: list[Sequence[object]] = [asked.parts, asked.depths, asked.exact]
@@ -189,45 +220,25 @@ def _items(session: Session, asked: Put | Stage) -> list[_Item]:
     depths = asked.depths or [-1] * count
     if not asked.parents and max(depths, default=-1) > 0:
         raise ServiceError("conflict", f"a block at depth {max(depths)} without a parent: send the column of parents")
-    return [
-        _Item(key, part, parent if depth > 0 else None, depth, exact, nbytes, asked.digests[at : at + _DIGEST_BYTES])
-        for key, part, parent, depth, exact, nbytes, at in zip(
-            keys,
-            asked.parts or [0] * count,
-            parents,
-            depths,
-            asked.exact or [True] * count,
-            sizes,
-            range(0, _DIGEST_BYTES * count, _DIGEST_BYTES),
-            strict=True,
-        )
-    ]
+    parts, exact = asked.parts or [0] * count, asked.exact or [True] * count
+    named = [parent if depth > 0 else None for parent, depth in zip(parents, depths, strict=True)]
+    digests = [asked.digests[at : at + _DIGEST_BYTES] for at in range(0, len(asked.digests), _DIGEST_BYTES)]
+    return _Announced(keys, parts, named, depths, exact, sizes, digests)
 
 
-def _windows(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
-    """Whole blocks, about `_WINDOW_BYTES` at a time."""
-    start = nbytes = 0
-    for at, item in enumerate(items):
-        if at > start and nbytes + item.nbytes > _WINDOW_BYTES and item.key != items[at - 1].key:
-            yield items[start:at]
-            start, nbytes = at, 0
-        nbytes += item.nbytes
-    if start < len(items):
-        yield items[start:]
+def _cut(buffer: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    return [buffer[stop - nbytes : stop] for nbytes, stop in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def _cut(buffer: memoryview, items: Sequence[_Item]) -> list[memoryview]:
-    views, offset = [], 0
-    for item in items:
-        views.append(buffer[offset : offset + item.nbytes])
-        offset += item.nbytes
-    return views
+def _copied(views: Sequence[memoryview], room: Room) -> list[bytes]:
+    heads = [head or bytes(HEAD_BYTES) for head in room.heads]
+    return copy_checksums(heads, list(views), list(room.views), [view.nbytes for view in views])
 
 
-def _check_digests(items: Sequence[_Item], views: Sequence[memoryview]) -> None:
-    for item, view in zip(items, views, strict=True):
-        if item.digest and xxhash.xxh3_128_digest(view) != item.digest:
-            raise ServiceError("wrong_digest", f"block {item.key.hex()}: its bytes are not those of its digest")
+def _check_digests(some: _Announced, views: Sequence[memoryview]) -> None:
+    for key, digest, view in zip(some.keys, some.digests, views, strict=False):
+        if xxhash.xxh3_128_digest(view) != digest:
+            raise ServiceError("wrong_digest", f"block {key.hex()}: its bytes are not those of its digest")
 
 
 def _hint(asked: Asked) -> Hint:

@@ -440,7 +440,7 @@ def test_copies_out_no_damaged_block() -> None:
     keys = [ref.key for ref in refs]
     put(tier, refs, SIZE)
     handle = tier.acquire(keys[1:2], "reader").wait().handles[0]
-    tier._memory(handle)[9] ^= 1
+    tier._memories([handle])[0][9] ^= 1
     tier.release([handle])
     statuses = tier.copy_out(keys, [memoryview(bytearray(SIZE))] * 3, "reader").wait().statuses
     assert statuses == (Status.OK, Status.CORRUPT, Status.MISS)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from kvtier.cpu import HostTier
 from kvtier.errors import FormatMismatch, LeaseError
+from kvtier.hints import Hint
 from kvtier.native.receiving import hashed
 from kvtier.service.cache import BlockPut, PutOutcome
 from kvtier.store import Received, TieredStore
@@ -113,22 +114,32 @@ def test_where_nothing_may_leave_there_is_no_room(store: TieredStore) -> None:
     store.private.give_up(handles)
 
 
-def test_only_live_reservations_of_one_size_are_exchanged() -> None:
+def test_only_live_reservations_are_renamed() -> None:
     tier = HostTier(8 * PAGES)
     one, other = (tier.reserve(chain_refs(1, seed=seed), [SIZE], ["raw"], "w")[0] for seed in (1, 2))
-    (longer,) = tier.reserve(chain_refs(1, seed=3), [SIZE + 1], ["raw"], "w")
     assert isinstance(one, Handle)
     assert isinstance(other, Handle)
-    assert isinstance(longer, Handle)
-    before = tier.span(one), tier.span(other)
-    with pytest.raises(FormatMismatch, match="5001"):
-        tier.exchange([(one, longer)])
+    refs = chain_refs(2, seed=3)
+    with pytest.raises(FormatMismatch, match="2 refs, 1 sizes"):
+        tier.rename([one], refs, "w", [Hint()] * 2)
     tier.abort([other])
     with pytest.raises(LeaseError):
-        tier.exchange([(one, other)])
-    assert tier.span(one) == before[0]
+        tier.rename([one, other], refs, "w", [Hint()] * 2)
+    assert one.ref == chain_refs(1, seed=1)[0]
+    assert tier.rename([one], refs[:1], "w", [Hint()]) == [one]
+    assert one.ref == refs[0]
     tier.check()
     tier.close()
+
+
+def test_memory_of_another_size_is_copied_from(store: TieredStore) -> None:
+    (ref,) = chain_refs(1)
+    handles = received(store, "aaaa")
+    items = [(ref, store.host.buffer(handles[0])[:4096])]
+    assert store.put_each(items, owned=[Received(handles[0])]).result(5) == ["stored"]
+    assert handles[0].ref != ref
+    store.private.give_up(handles)
+    assert read(store, [ref]) == ["aaaa"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3), st.booleans(), st.booleans()), max_size=25))
@@ -187,6 +198,23 @@ def test_a_tenant_lends_a_part_of_its_memory_only(tmp_path: Path) -> None:
         assert bytes(found.data) == content(keys[0])
         client.close()
         assert service.settled() == NOTHING
+
+
+@pytest.mark.parametrize("way", ["tcp", "unix", "shared"])
+def test_blocks_that_are_there_drive_out_no_others(service: World, way: str) -> None:
+    def evicted() -> int:
+        (red,) = (tenant for tenant in service.cache.stats(service.admin).tenants if tenant.name == "red")
+        return red.tiers["host"]["evicted"]
+
+    with service.client(way) as client:
+        client.create_namespace("twice", None)
+        latest = chain(8, "latest")
+        for keys in [chain(64, f"older{turn}") for turn in range(8)] + [latest]:
+            client.put_many("twice", blocks(keys))
+        before = evicted()
+        assert before
+        assert set(client.put_many("twice", blocks(latest))) == {PutOutcome.EXISTS}
+        assert evicted() == before
 
 
 def test_a_full_tenant_still_takes_puts(service: World) -> None:

@@ -221,7 +221,7 @@ def test_staging_that_is_filled_again_and_again_gets_huge_pages(
             assert client.put_many("filled", blocks([key], HUGE)) == [PutOutcome.STORED]
             assert bytes(client.get_many("filled", [key])[0].data) == content(key, HUGE)
             assert len(wanted) == max(0, turn - 3)
-    assert set(wanted) == {(slot * HUGE, HUGE) for slot in range(4)}
+    assert set(wanted) == {(slot * 2 * HUGE, HUGE) for slot in range(2)}
 
 
 def test_a_block_larger_than_a_slot_goes_over_the_socket(service: World) -> None:
