@@ -200,7 +200,10 @@ def test_people_get_tables_of_two(server, run):
             ["--workload", "chats"],
             "--workload 'chats': expected one of conversations, shared-prefix, random, or --trace",
         ),
-        (["--workload", "random", "--chats", 3], "--chats 3: not of random, which has --requests, --prompt-tokens"),
+        (
+            ["--workload", "random", "--chats", 3],
+            "--chats 3: not of random, which has --prompt-tokens, --output-tokens, --spread, --requests",
+        ),
         (["--time-scale", 3], "--time-scale 3.0: not of conversations"),
         (["--trace", "x", "--workload", "random"], "drop one"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
@@ -307,7 +310,9 @@ def test_an_engine_here_is_at_rest_after_an_interruption(monkeypatch):
 
     async def interrupted():
         ended = asyncio.Event()
-        load = Load(Unrelated(50, 10, 3).scripts(Pace(), 0), concurrency=2, warm_up=0)
+        load = Load(
+            Unrelated(requests=50, prompt_tokens=10, output_tokens=3).scripts(Pace(), 0), concurrency=2, warm_up=0
+        )
         target = LocalTarget(llm, "tiny", "here", ignore_eos=True)
         task = asyncio.create_task(measure(target, load, ended.set))
         await ended.wait()

@@ -102,7 +102,11 @@ def bench(url, requests=3, progress=lambda: None, **options):
     async def run():
         target = await RemoteTarget.open(url, RemoteOptions(**options))
         try:
-            load = Load(Unrelated(requests, 10, 4).scripts(Pace(), 0), concurrency=1, warm_up=0)
+            load = Load(
+                Unrelated(requests=requests, prompt_tokens=10, output_tokens=4).scripts(Pace(), 0),
+                concurrency=1,
+                warm_up=0,
+            )
             return await measure(target, load, progress)
         finally:
             await target.close()
