@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -156,8 +157,8 @@ def _extra(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        body = json.loads(text)
-    except ValueError as error:
+        body = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
         raise ConfigError(f"--extra-body {text!r}: {error}") from error
     if not isinstance(body, dict):
         raise ConfigError(f"--extra-body {text!r}: expected a JSON object")
