@@ -13,9 +13,9 @@ def bearer(token: str | None) -> dict[str, str]:
     """
     if not token:
         return {}
-    if not (token.isascii() and token.isprintable()):
+    if not (token.isascii() and token.isprintable() and token == token.strip()):
         raise ConfigError(
             f"token or API key of {len(token)} characters: one of them cannot be sent; expected printable ASCII, "
-            "without the line break of a file"
+            "without a space or a line break at either end"
         )
     return {"Authorization": f"Bearer {token}"}
