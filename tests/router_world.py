@@ -1,8 +1,12 @@
-"""A router in a thread, on a real socket."""
+"""A router in a thread, on a real socket, and engines in processes of their own."""
 
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -71,3 +75,36 @@ class RunningRouter:
         self.server.handle_exit(15, None)
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
+
+
+@contextmanager
+def engine_processes(
+    script: Path, *arguments: Sequence[str], stderr: int | None = None
+) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Processes of a script that prints its URL, by these; `arguments` of each. Killed in the end."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for own in arguments:
+            command = [sys.executable, str(script), *own]
+            processes.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+            )
+        urls = [process.stdout.readline().strip() for process in processes]
+        assert all(urls), "an engine did not start"
+        yield dict(zip(urls, processes, strict=True))
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@contextmanager
+def routed(places: list[Address], **settings: Any) -> Iterator[RunningRouter]:
+    """A router that has found all of its engines up."""
+    router = RunningRouter(places, **settings)
+    try:
+        until(lambda: all(one.up for one in router.fleet.engines))
+        yield router
+    finally:
+        router.stop()

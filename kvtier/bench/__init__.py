@@ -6,11 +6,15 @@ workloads   the scripts of each kind of traffic; traced: those of a published tr
 texts       words of a wanted number of tokens, the same for the same seed
 targets     who is asked: remote, a server (needs httpx); local, an engine in this process
 driving     asks, and takes the time
+rounds      the same kind of load again and again, on each target in turn
 figures     what came of it: percentiles, throughput, goodput
+comparing   two targets: ratios, and how sure they are
 """
 
+from kvtier.bench.comparing import compared
 from kvtier.bench.driving import Load, Run, Sample, measure
-from kvtier.bench.figures import Figure, Slo, compared, figures, parse_slo
+from kvtier.bench.figures import Figure, Slo, figures, parse_slo
+from kvtier.bench.rounds import Rounds, measure_rounds, seeds_of
 from kvtier.bench.scripts import Pace, Script
 from kvtier.bench.targets import Failed, Target
 from kvtier.bench.workloads import WORKLOADS, Conversations, SharedPrefix, Unrelated, Workload
@@ -22,6 +26,7 @@ __all__ = [
     "Figure",
     "Load",
     "Pace",
+    "Rounds",
     "Run",
     "Sample",
     "Script",
@@ -33,5 +38,7 @@ __all__ = [
     "compared",
     "figures",
     "measure",
+    "measure_rounds",
     "parse_slo",
+    "seeds_of",
 ]

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -13,7 +13,7 @@ from kvtier.bench.targets import Failed, Question, Target, Usage
 from kvtier.bench.texts import Texts
 from kvtier.errors import ConfigError
 
-__all__ = ["Load", "Run", "Sample", "measure"]
+__all__ = ["Load", "Run", "Sample", "check_room", "measure"]
 
 # Where a target does not say how long its context is: no model takes more.
 _MOST_TOKENS = 1 << 24
@@ -143,14 +143,19 @@ async def measure(target: Target, load: Load, progress: Callable[[], None] = lam
         Failed: the target does not answer the warm-up.
     """
     texts = await Texts.for_target(load.seed, target)
-    _check_room(load.scripts, target)
+    check_room(load, target)
     drive = _Drive(target, texts, load, progress)
     await drive.warm_up()
     return await drive.run()
 
 
-def _check_room(scripts: Sequence[Script], target: Target) -> None:
-    longest = max(script.tokens for script in scripts)
+def check_room(load: Load, target: Target) -> None:
+    """Whether all of a load fits into a target's context.
+
+    Raises:
+        ConfigError: a conversation does not.
+    """
+    longest = max(script.tokens for script in load.scripts)
     room = _MOST_TOKENS if target.context is None else target.context
     if longest > room:
         raise ConfigError(

@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.bench.driving import Run, Sample
 from kvtier.errors import ConfigError
 
-__all__ = ["STATISTICS", "Figure", "Slo", "compared", "figures", "parse_slo", "statistics_of"]
+__all__ = ["STATISTICS", "Figure", "Slo", "figures", "parse_slo", "statistics_of"]
 
 _Better: TypeAlias = Literal["lower", "higher"]
 
@@ -62,6 +62,8 @@ def parse_slo(text: str) -> Slo:
     limits: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
+        if name in limits:
+            raise ConfigError(f"slo {text!r}: {name} has two limits; expected one, {_EXPECTED}")
         number = value.rstrip("ms")
         unit = _UNITS.get(value[len(number) :])
         try:
@@ -153,35 +155,3 @@ def _failures(run: Run) -> Iterator[Figure]:
     yield Figure("bench.requests.failed", len(run.samples) - len(run.answered), "requests", "lower")
     for kind, count in sorted(Counter(one.error for one in run.samples if one.error is not None).items()):
         yield Figure("bench.requests.failed", count, "requests", "lower", {"kind": kind})
-
-
-def compared(ours: Sequence[Figure], theirs: Sequence[Figure], peer: str | None) -> list[dict[str, Any]]:
-    """Results as benchmarks write them, each beside the peer's where there is one; ratio > 1 means that ours is better.
-
-    Args:
-        ours: figures of a run.
-        theirs: of another one, or none.
-        peer: name of that one.
-    """
-    beside = {(figure.name, *figure.params.items()): figure.value for figure in theirs}
-    rows = []
-    for figure in ours:
-        other = beside.get((figure.name, *figure.params.items()))
-        rows.append(
-            {
-                "name": figure.name,
-                "params": dict(figure.params),
-                "value": figure.value,
-                "unit": figure.unit,
-                "peer": peer,
-                "peer_value": other,
-                "ratio": _ratio(figure, other),
-            }
-        )
-    return rows
-
-
-def _ratio(figure: Figure, other: float | None) -> float | None:
-    if other is None or not (figure.value and other):
-        return None
-    return other / figure.value if figure.better == "lower" else figure.value / other

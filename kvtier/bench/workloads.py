@@ -1,14 +1,15 @@
 """The kinds of traffic that a bench makes up."""
 
 import random
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol
 
 from kvtier.bench.scripts import Pace, Piece, Script, Turn
 from kvtier.errors import ConfigError
 
-__all__ = ["WORKLOADS", "Conversations", "SharedPrefix", "Unrelated", "Workload"]
+__all__ = ["WORKLOADS", "Conversations", "MadeUp", "SharedPrefix", "Unrelated", "Workload"]
 
 _LEAST: Mapping[str, float] = {"think": 0.0, "spread": 0.0}
 
@@ -25,68 +26,81 @@ class Workload(Protocol):
         ...
 
 
-class _Lengths:
-    """Draws lengths around a mean."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeUp(ABC):
+    """A workload whose lengths are drawn around means.
 
-    def __init__(self, spread: float, dice: random.Random) -> None:
-        self._spread = spread
-        self._dice = dice
+    Args:
+        prompt_tokens: of a prompt whose beginning was not sent before.
+        output_tokens: of an answer, at most.
+        spread: lengths are drawn between (1 - spread) and (1 + spread) times these.
 
-    def __call__(self, mean: int) -> int:
-        if not self._spread:
-            return mean
-        return max(1, round(mean * self._dice.uniform(1 - self._spread, 1 + self._spread)))
+    Raises:
+        ConfigError: a size is too small, or none.
+    """
+
+    kind: ClassVar[str]
+    """The name that users give it."""
+
+    prompt_tokens: int = 512
+    output_tokens: int = 32
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value, least = getattr(self, one.name), _LEAST.get(one.name, 1)
+            if not least <= value < float("inf"):
+                raise ConfigError(f"{one.name.replace('_', '-')} {value:g}: expected at least {least:g}")
+        if self.spread > 1:
+            raise ConfigError(f"spread {self.spread:g}: expected a share between 0 and 1")
+
+    def scripts(self, pace: Pace, seed: int) -> tuple[Script, ...]:
+        """See `Workload.scripts`."""
+        dice = random.Random(f"{seed}/{self.kind}")  # noqa: S311  no secret
+        return pace.start(self._scripts(pace, dice), dice)
+
+    def _length(self, mean: int, dice: random.Random) -> int:
+        return max(1, round(mean * dice.uniform(1 - self.spread, 1 + self.spread))) if self.spread else mean
+
+    @abstractmethod
+    def _scripts(self, pace: Pace, dice: random.Random) -> Sequence[Script]:
+        """In their order, without times."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """See `Workload.describe`."""
 
 
-def _check(workload: "Conversations | SharedPrefix | Unrelated") -> None:
-    for one in fields(workload):
-        value, least = getattr(workload, one.name), _LEAST.get(one.name, 1)
-        if not least <= value < float("inf"):
-            raise ConfigError(f"{one.name.replace('_', '-')} {value:g}: expected at least {least:g}")
-    if workload.spread > 1:
-        raise ConfigError(f"spread {workload.spread:g}: expected a share between 0 and 1")
-
-
-@dataclass(frozen=True, slots=True)
-class Conversations:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversations(MadeUp):
     """Chats that take turns: each history comes back after the others may have pushed it out.
 
     Args:
         chats, turns: how many, and of how many requests each.
         prompt_tokens: of the first question of a chat.
         turn_tokens: of each further one.
-        output_tokens: of an answer, at most.
         think: mean seconds between an answer and the next question.
-        spread: lengths are drawn between (1 - spread) and (1 + spread) times these.
+        output_tokens, spread: see `MadeUp`.
     """
+
+    kind = "conversations"
 
     chats: int = 8
     turns: int = 4
-    prompt_tokens: int = 512
     turn_tokens: int = 64
-    output_tokens: int = 32
     think: float = 0.0
-    spread: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def scripts(self, pace: Pace, seed: int) -> tuple[Script, ...]:
-        """See `Workload.scripts`."""
-        dice = random.Random(f"{seed}/conversations")  # noqa: S311  no secret
-        length = _Lengths(self.spread, dice)
-
-        def turn(chat: int, number: int) -> Turn:
-            tokens = length(self.turn_tokens if number else self.prompt_tokens)
-            pause = pace.draw(self.think, dice) if number else 0.0
-            piece = Piece(f"chat {chat} turn {number}", tokens)
-            return Turn((piece,), length(self.output_tokens), is_first=not number, pause=pause)
-
-        scripts = [
-            Script(tuple(turn(chat, number) for number in range(self.turns)), f"chat-{chat}")
+    def _scripts(self, pace: Pace, dice: random.Random) -> Sequence[Script]:
+        return [
+            Script(tuple(self._turn(chat, number, pace, dice) for number in range(self.turns)), f"chat-{chat}")
             for chat in range(self.chats)
         ]
-        return pace.start(scripts, dice)
+
+    def _turn(self, chat: int, number: int, pace: Pace, dice: random.Random) -> Turn:
+        tokens = self._length(self.turn_tokens if number else self.prompt_tokens, dice)
+        pause = pace.draw(self.think, dice) if number else 0.0
+        piece = Piece(f"chat {chat} turn {number}", tokens)
+        return Turn((piece,), self._length(self.output_tokens, dice), is_first=not number, pause=pause)
 
     def describe(self) -> str:
         """See `Workload.describe`."""
@@ -96,43 +110,38 @@ class Conversations:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefix(MadeUp):
     """Questions about documents, in random order, each sent behind its document.
 
     Args:
         documents, questions: how many, and how many about each.
         prompt_tokens: of a document.
         turn_tokens: of a question.
-        output_tokens, spread: see `Conversations`.
+        output_tokens, spread: see `MadeUp`.
     """
+
+    kind = "shared-prefix"
 
     documents: int = 4
     questions: int = 8
-    prompt_tokens: int = 512
     turn_tokens: int = 32
-    output_tokens: int = 32
-    spread: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def scripts(self, pace: Pace, seed: int) -> tuple[Script, ...]:
-        """See `Workload.scripts`."""
-        dice = random.Random(f"{seed}/shared-prefix")  # noqa: S311  no secret
-        length = _Lengths(self.spread, dice)
-        documents = [Piece(f"document {number}", length(self.prompt_tokens)) for number in range(self.documents)]
+    def _scripts(self, pace: Pace, dice: random.Random) -> Sequence[Script]:
+        documents = [
+            Piece(f"document {number}", self._length(self.prompt_tokens, dice)) for number in range(self.documents)
+        ]
         order = [(document, number) for number in range(self.questions) for document in range(self.documents)]
         dice.shuffle(order)
         left = [self.questions] * self.documents
         scripts = []
         for document, number in order:
-            question = Piece(f"document {document} question {number}", length(self.turn_tokens))
+            question = Piece(f"document {document} question {number}", self._length(self.turn_tokens, dice))
             is_first = left[document] == self.questions
             left[document] -= 1
-            turn = Turn((documents[document], question), length(self.output_tokens), is_first)
+            turn = Turn((documents[document], question), self._length(self.output_tokens, dice), is_first)
             scripts.append(Script((turn,), f"document-{document}", ends_session=not left[document]))
-        return pace.start(scripts, dice)
+        return scripts
 
     def describe(self) -> str:
         """See `Workload.describe`."""
@@ -142,45 +151,31 @@ class SharedPrefix:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Unrelated:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unrelated(MadeUp):
     """Prompts that have nothing in common.
 
     Args:
         requests: how many.
-        prompt_tokens: of each.
-        output_tokens, spread: see `Conversations`.
+        prompt_tokens, output_tokens, spread: see `MadeUp`.
     """
 
+    kind = "random"
+
     requests: int = 32
-    prompt_tokens: int = 512
-    output_tokens: int = 32
-    spread: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def scripts(self, pace: Pace, seed: int) -> tuple[Script, ...]:
-        """See `Workload.scripts`."""
-        dice = random.Random(f"{seed}/random")  # noqa: S311  no secret
-        length = _Lengths(self.spread, dice)
+    def _scripts(self, pace: Pace, dice: random.Random) -> Sequence[Script]:
         scripts = []
         for number in range(self.requests):
-            piece = Piece(f"request {number}", length(self.prompt_tokens))
-            turn = Turn((piece,), length(self.output_tokens), is_first=True)
+            piece = Piece(f"request {number}", self._length(self.prompt_tokens, dice))
+            turn = Turn((piece,), self._length(self.output_tokens, dice), is_first=True)
             scripts.append(Script((turn,), f"request-{number}"))
-        return pace.start(scripts, dice)
+        return scripts
 
     def describe(self) -> str:
         """See `Workload.describe`."""
         return f"{self.requests} unrelated prompts of {self.prompt_tokens} tokens, answers of {self.output_tokens}"
 
 
-_Kind: TypeAlias = type[Conversations] | type[SharedPrefix] | type[Unrelated]
-
-WORKLOADS: Mapping[str, _Kind] = {
-    "conversations": Conversations,
-    "shared-prefix": SharedPrefix,
-    "random": Unrelated,
-}
+WORKLOADS: Mapping[str, type[MadeUp]] = {one.kind: one for one in (Conversations, SharedPrefix, Unrelated)}
 """By the name that users give them."""

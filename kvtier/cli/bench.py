@@ -4,17 +4,31 @@ import asyncio
 import json
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, cast
+from typing import Annotated, Any, cast
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvtier.bench import WORKLOADS, Load, Pace, Run, Slo, Target, Workload, compared, figures, measure, parse_slo
+from kvtier.bench import (
+    WORKLOADS,
+    Load,
+    Pace,
+    Rounds,
+    Slo,
+    Target,
+    Workload,
+    compared,
+    measure_rounds,
+    parse_slo,
+    seeds_of,
+)
+from kvtier.bench.rounds import Opener
 from kvtier.bench.scripts import Arrivals
 from kvtier.cli.bench_tables import print_runs
 from kvtier.cli.session import Session
@@ -22,10 +36,9 @@ from kvtier.errors import ConfigError
 
 __all__ = ["bench"]
 
-_Open: TypeAlias = Callable[[], Awaitable[Target]]
-
 _UNTIERED = "untiered"
 _AT_ONCE = 4
+_ROUNDS_COMPARED = 3
 _TRACED = ("output_tokens", "time_scale", "length_scale", "limit")
 
 
@@ -57,7 +70,11 @@ def bench(  # noqa: PLR0913  options of a command
     concurrency: Annotated[
         int | None, typer.Option(help=f"Requests at once, at most; {_AT_ONCE}, all with --rate or --trace.")
     ] = None,
-    warm_up: Annotated[int, typer.Option(help="Requests before those that count.")] = 1,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help=f"Ask all of it so often, each time with other texts; 1, with --compare {_ROUNDS_COMPARED}."),
+    ] = None,
+    warm_up: Annotated[int, typer.Option(help="Requests of each round before those that count.")] = 1,
     seed: Annotated[
         int | None, typer.Option(help="Of texts, lengths, times; by default one that no cache has seen.")
     ] = None,
@@ -100,7 +117,8 @@ def bench(  # noqa: PLR0913  options of a command
     chosen = _workload(workload, trace, {name: value for name, value in sizes.items() if value is not None}, drawn)
     pace = Pace(rate, cast("Arrivals", arrivals))
     at_once = _AT_ONCE if concurrency is None and rate is None and trace is None else concurrency
-    load = Load(chosen.scripts(pace, drawn), drawn, at_once, warm_up)
+    often = (1 if compare is None else _ROUNDS_COMPARED) if rounds is None else rounds
+    loads = [Load(chosen.scripts(pace, one), one, at_once, warm_up) for one in seeds_of(drawn, often)]
     asked = {"endpoint": endpoint, "ca_file": ca_file, "timeout": timeout, "body": _extra(extra_body)}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if url is None:
@@ -108,8 +126,9 @@ def bench(  # noqa: PLR0913  options of a command
     else:
         body = ({"ignore_eos": True} if ignore_eos else {}) | given.get("body", {})
         targets = _remote(url, compare, given | {"body": body, "model": model, "api_key": api_key, "hints": hints})
-    runs = _run(targets, load)
-    _tell(runs, load, chosen, limits, as_json=as_json)
+    told = _run(targets, loads, in_process=url is None)
+    title = f"{chosen.describe()}; seed {drawn}{f'; {len(loads)} rounds' if len(loads) > 1 else ''}"
+    _tell(told, loads, title, limits, as_json=as_json)
 
 
 def _workload(name: str | None, trace: Path | None, sizes: Mapping[str, Any], seed: int) -> Workload:
@@ -138,15 +157,15 @@ def _extra(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        body = json.loads(text)
-    except ValueError as error:
+        body = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
         raise ConfigError(f"--extra-body {text!r}: {error}") from error
     if not isinstance(body, dict):
         raise ConfigError(f"--extra-body {text!r}: expected a JSON object")
     return body
 
 
-def _remote(url: str, compare: str | None, given: Mapping[str, Any]) -> Sequence[_Open]:
+def _remote(url: str, compare: str | None, given: Mapping[str, Any]) -> Sequence[Opener]:
     if compare == _UNTIERED:
         raise ConfigError(f"--compare {_UNTIERED}: expected the URL of another server beside {url}")
     try:
@@ -159,7 +178,7 @@ def _remote(url: str, compare: str | None, given: Mapping[str, Any]) -> Sequence
 
 def _local(
     session: Session, model: str | None, compare: str | None, given: Mapping[str, Any], **ways: bool
-) -> Sequence[_Open]:
+) -> Sequence[Opener]:
     if given:
         name, value = next(iter(given.items()))
         option = "extra-body" if name == "body" else name.replace("_", "-")
@@ -178,39 +197,26 @@ def _local(
     return [partial(opened, place) for place in places][: 1 if compare is None else 2]
 
 
-def _run(targets: Sequence[_Open], load: Load) -> list[Run]:
+def _run(targets: Sequence[Opener], loads: Sequence[Load], *, in_process: bool) -> Rounds:
     console = Console(stderr=True)
     columns = (TextColumn("bench"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("bench", total=len(targets) * load.requests)
-        return asyncio.run(_measured(targets, load, lambda: progress.advance(task)))
+        task = progress.add_task("bench", total=len(targets) * sum(load.requests for load in loads))
+        asked = measure_rounds(targets, loads, lambda: progress.advance(task), in_process=in_process)
+        return asyncio.run(asked)
 
 
-async def _measured(targets: Sequence[_Open], load: Load, progress: Callable[[], None]) -> list[Run]:
-    """One target after the other, until one is interrupted."""
-    runs: list[Run] = []
-    for opened in targets:
-        target = await opened()
-        try:
-            runs.append(await measure(target, load, progress))
-        finally:
-            await target.close()
-        if runs[-1].interrupted:
-            break
-    return runs
-
-
-def _tell(runs: Sequence[Run], load: Load, workload: Workload, slo: Slo | None, *, as_json: bool) -> None:
-    ours, *others = (figures(run, slo) for run in runs)
-    rows = compared(ours, others[0] if others else (), runs[1].place if others else None)
-    title = f"{workload.describe()}; seed {load.seed}"
+def _tell(rounds: Rounds, loads: Sequence[Load], title: str, slo: Slo | None, *, as_json: bool) -> None:
+    runs, rows = rounds.totals, compared(rounds, slo)
     if as_json:
         targets = [run.summary() for run in runs]
-        told = {"workload": title, "seed": load.seed, "targets": targets, "results": rows}
+        told = {"workload": title, "seed": loads[0].seed, "rounds": len(loads), "targets": targets, "results": rows}
         sys.stdout.write(json.dumps(told) + "\n")
     else:
         print_runs(Console(), title, runs, rows, slo)
-    if any(run.interrupted for run in runs):
+    if rounds.error is not None:
+        raise rounds.error
+    if rounds.interrupted:
         raise typer.Exit(130)
     if not all(run.answered for run in runs):
         raise typer.Exit(1)

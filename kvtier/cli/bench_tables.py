@@ -1,7 +1,6 @@
 """What `kvtier bench` found, for people."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -34,6 +33,13 @@ _RATES = {
     "bench.tokens.cached.later": "  later turns",
     "bench.tokens.loaded": "  in a tier below device memory",
 }
+_COMPARED = ("p50", "p99")
+_BESIDE = ("this", "beside", "ratio", "95 %")
+_BOUNDS = (
+    "95 %: between these a ratio lies with that confidence, as far as the rounds differ. Where 1 is between them, no "
+    "difference is shown."
+)
+_UNSURE = "One round of both: how much of a ratio is chance is not known. --rounds 3, or more, tells."
 _SILENT = (
     "How many tokens were found is not said by {place}: vLLM says it with --enable-prompt-tokens-details, SGLang with "
     "--enable-cache-report."
@@ -62,6 +68,9 @@ def print_runs(
     compares = len(runs) > 1
     console.print(_compared_times(found) if compares else _times(found))
     console.print(_rates(found, compares=compares))
+    if compares:
+        sure = any(row["interval"] is not None for row in rows)
+        console.print(_BOUNDS if sure else _UNSURE, highlight=False, soft_wrap=True)
     if slo is not None:
         console.print(f"limits: {slo}", highlight=False)
     for run in runs:
@@ -77,10 +86,10 @@ def _times(found: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _compared_times(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = _table("milliseconds", "p50", "beside", "ratio", "p99", "beside", "ratio")
-    for label, rows in _measured(found, ("p50", "p99")):
-        cells = [(_ms(row["value"]), _ms(row["peer_value"]), _ratio(row["ratio"])) for row in rows]
-        table.add_row(label, *chain.from_iterable(cells))
+    table = _table("milliseconds", "", *_BESIDE)
+    for label, rows in _measured(found, _COMPARED):
+        for name, statistic, row in zip((label, ""), _COMPARED, rows, strict=True):
+            table.add_row(name, statistic, _ms(row["value"]), _ms(row["peer_value"]), *_sureness(row))
     return table
 
 
@@ -93,14 +102,14 @@ def _measured(
 
 
 def _rates(found: Mapping[str, Mapping[str, Any]], *, compares: bool) -> Table:
-    table = _table("", "", *(("beside", "ratio") if compares else ()))
+    table = _table("", *(_BESIDE if compares else [""]))
     for name, label in _RATES.items():
         row = found.get(name)
         if row is not None:
             share = row["unit"] == "share"
             cells = [_amount(row["value"], share=share)]
             if compares:
-                cells += [_amount(row["peer_value"], share=share), _ratio(row["ratio"])]
+                cells += [_amount(row["peer_value"], share=share), *_sureness(row)]
             table.add_row(label, *cells)
     return table
 
@@ -117,8 +126,10 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:,.1f}"
 
 
-def _ratio(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f} x"
+def _sureness(row: Mapping[str, Any]) -> tuple[str, str]:
+    """A ratio, and between what it lies."""
+    ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f} x"
+    return ratio, "-" if row["interval"] is None else "{:.2f} to {:.2f}".format(*row["interval"])
 
 
 def _amount(value: float | None, *, share: bool) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urlsplit
 from uuid import uuid4
 
+from kvtier.client.bearer import bearer
 from kvtier.engine.outputs import RequestOutput
 from kvtier.engine.params import SamplingParams
 from kvtier.errors import ConfigError, KVTierError
@@ -135,7 +136,7 @@ class RemotePartner:
         style: of the answers.
 
     Raises:
-        ConfigError: the address is none.
+        ConfigError: the address is none, or no header can carry the key.
         KVTierError: the server cannot be reached, or has no model.
     """
 
@@ -146,9 +147,7 @@ class RemotePartner:
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host = parts.netloc.rpartition("@")[2]
         self._path = parts.path.rstrip("/") or "/v1"
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._headers = {"Content-Type": "application/json"} | bearer(api_key)
         chosen = {"max_tokens": style.max_tokens, "temperature": style.temperature, "seed": style.seed}
         self._style = {name: value for name, value in chosen.items() if value is not None}
         self.name = self._first_model()

@@ -64,14 +64,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    if sys.stdout is None:
+        # The next file that is opened would take its place, and be written to.
+        return _fail("standard output is closed: expected one; > /dev/null where nobody is to read it", 2)
     try:
         code = _run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # `kvtier config | head`: nobody reads on. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # `kvtier config | head`: nobody reads on.
+        _write_no_more()
         return 1
+    except OSError as error:
+        if _can_write():
+            raise
+        _write_no_more()
+        return _fail(f"standard output: {error.strerror}: expected a place that takes what is written to it", 1)
     return code
+
+
+def _can_write() -> bool:
+    """Whether standard output takes anything: an error of the system does not say which file it is about."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        return False
+    return True
+
+
+def _write_no_more() -> None:
+    """Python would complain once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: Sequence[str] | None) -> int:

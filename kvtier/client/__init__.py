@@ -4,6 +4,7 @@ client, async_client   the verbs, over REST; block bytes over the data port or s
 calls                  what each verb sends and how its answer is read: no sockets
 http, async_http       one call: deadline, retries, breaker, digest
 retrying               whether to try again, and when
+bearer                 the header that shows a token
 sse, events            the event stream, resumed where it broke
 data, shared           the data port and shared memory
 errors                 what can go wrong, one tree for all of them

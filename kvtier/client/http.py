@@ -9,6 +9,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
+from kvtier.client.bearer import bearer
 from kvtier.client.errors import ClientError, DeadlineExceeded, Interrupted, ProtocolError, Unreachable
 from kvtier.client.exchange import Call, pieces, refusal
 from kvtier.client.line import Line
@@ -47,11 +48,15 @@ class Session(NamedTuple):
     context: ssl.SSLContext | None
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `httpx.Client` and `httpx.AsyncClient`."""
+        """Arguments of `httpx.Client` and `httpx.AsyncClient`.
+
+        Raises:
+            ConfigError: no header can carry the token.
+        """
         connections = self.options.connections
         return {
             "base_url": self.url,
-            "headers": {} if self.token is None else {"Authorization": f"Bearer {self.token}"},
+            "headers": bearer(self.token),
             "limits": httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
             "verify": self.context or False,
             "follow_redirects": False,

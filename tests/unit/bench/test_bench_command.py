@@ -143,12 +143,15 @@ def test_hints_reach_the_server(server, run_json, monkeypatch):
 
 def test_two_passes_over_one_server_are_a_comparison(server, run_json):
     told = run_json(server.url, *SHORT, "--compare", server.url, "--concurrency", 1)
-    assert [target["answered"] for target in told["targets"]] == [3, 3]
+    assert told["rounds"] == 3
+    assert [(target["planned"], target["answered"]) for target in told["targets"]] == [(9, 9), (9, 9)]
     cached = by_name(told)["bench.tokens.cached"]
     assert cached["peer"] == server.url
     assert cached["value"] < 0.5 < 0.8 < cached["peer_value"]
     ttft = by_name(told)["bench.ttft.p50"]
     assert ttft["ratio"] == pytest.approx(ttft["peer_value"] / ttft["value"])
+    low, high = ttft["interval"]
+    assert 0 < low < ttft["ratio"] < high
 
 
 def test_an_engine_here_with_tiers_and_without(server, run_json, monkeypatch, tmp_path):
@@ -161,9 +164,21 @@ def test_an_engine_here_with_tiers_and_without(server, run_json, monkeypatch, tm
     monkeypatch.setenv("KVTIER_TIERING__HOST__CAPACITY", "4MiB")
     monkeypatch.setenv("KVTIER_TIERING__NVME__PATH", str(tmp_path / "nvme"))
     monkeypatch.setenv("KVTIER_TIERING__RECOMPUTE_GATE", "false")
-    told = run_json(*CHATS, "--model", tmp_path, "--compare", "untiered", "--concurrency", 1, "--hints", "--ignore-eos")
+    told = run_json(
+        *CHATS,
+        "--model",
+        tmp_path,
+        "--compare",
+        "untiered",
+        "--concurrency",
+        1,
+        "--hints",
+        "--ignore-eos",
+        "--rounds",
+        2,
+    )
     assert [target["place"] for target in told["targets"]] == ["engine", "engine without tiers"]
-    assert [target["answered"] for target in told["targets"]] == [12, 12]
+    assert [target["answered"] for target in told["targets"]] == [24, 24]
     found = by_name(told)
     later = found["bench.tokens.cached.later"]
     assert later["value"] > 0.6
@@ -186,11 +201,20 @@ def test_people_get_tables(server, run):
 
 
 def test_people_get_tables_of_two(server, run):
-    code, out, _ = run(server.url, *SHORT, "--compare", server.url)
+    code, out, _ = run(server.url, *SHORT, "--compare", server.url, "--rounds", 2)
     assert code == 0
-    assert out.count("3 of 3 requests") == 2
-    ttft = next(line for line in out.splitlines() if "TTFT" in line)
-    assert ttft.count(" x") == 2
+    assert "; 2 rounds\n" in out
+    assert out.count("6 of 6 requests") == 2
+    number = r"[\d.]+"
+    assert re.search(rf"TTFT +│ p50 │ +{number} │ +{number} │ +{number} x │ +{number} to {number} │", out)
+    assert "95 %: between these a ratio lies" in out
+
+
+def test_one_round_says_that_it_is_no_proof(server, run):
+    code, out, _ = run(server.url, *SHORT, "--compare", server.url, "--rounds", 1)
+    assert code == 0
+    assert "One round of both: how much of a ratio is chance is not known. --rounds 3, or more, tells." in out
+    assert " to " not in out
 
 
 @pytest.mark.parametrize(
@@ -200,7 +224,10 @@ def test_people_get_tables_of_two(server, run):
             ["--workload", "chats"],
             "--workload 'chats': expected one of conversations, shared-prefix, random, or --trace",
         ),
-        (["--workload", "random", "--chats", 3], "--chats 3: not of random, which has --requests, --prompt-tokens"),
+        (
+            ["--workload", "random", "--chats", 3],
+            "--chats 3: not of random, which has --prompt-tokens, --output-tokens, --spread, --requests",
+        ),
         (["--time-scale", 3], "--time-scale 3.0: not of conversations"),
         (["--trace", "x", "--workload", "random"], "drop one"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl: No such file"),
@@ -211,6 +238,7 @@ def test_people_get_tables_of_two(server, run):
         (["--arrivals", "burst"], "arrivals 'burst'"),
         (["--concurrency", 0], "concurrency 0: expected at least 1"),
         (["--warm-up", -1], "warm-up -1"),
+        (["--rounds", 0], "rounds 0: expected at least 1"),
         (["--turns", 0], "turns 0: expected at least 1"),
         (["--endpoint", "chat"], "--endpoint chat: of a server, and no URL is given"),
         (["--extra-body", "{}"], "--extra-body {}: of a server, and no URL is given"),
@@ -222,6 +250,9 @@ def test_people_get_tables_of_two(server, run):
         ),
         (["http://127.0.0.1:9", "--extra-body", "[1]"], "--extra-body '[1]': expected a JSON object"),
         (["http://127.0.0.1:9", "--extra-body", "{"], "--extra-body '{':"),
+        (["http://127.0.0.1:9", "--extra-body", '{"top_p": NaN}'], "JSON is malformed"),
+        (["http://127.0.0.1:9", "--extra-body", "\udcff"], "surrogates not allowed"),
+        (["http://127.0.0.1:9", "--api-key", "k\r"], "token or API key of 2 characters: one of them cannot be sent"),
         (["http://127.0.0.1:9", "--timeout", 0], "timeout 0: expected seconds"),
         (["http://127.0.0.1:9"], "http://127.0.0.1:9: All connection attempts failed"),
         (["ftp://x"], "url 'ftp://x': expected http://host:port"),
@@ -307,7 +338,9 @@ def test_an_engine_here_is_at_rest_after_an_interruption(monkeypatch):
 
     async def interrupted():
         ended = asyncio.Event()
-        load = Load(Unrelated(50, 10, 3).scripts(Pace(), 0), concurrency=2, warm_up=0)
+        load = Load(
+            Unrelated(requests=50, prompt_tokens=10, output_tokens=3).scripts(Pace(), 0), concurrency=2, warm_up=0
+        )
         target = LocalTarget(llm, "tiny", "here", ignore_eos=True)
         task = asyncio.create_task(measure(target, load, ended.set))
         await ended.wait()

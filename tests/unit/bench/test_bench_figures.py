@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.bench import Run, Sample, Slo, compared, figures, parse_slo
+from kvtier.bench import Run, Sample, Slo, figures, parse_slo
 from kvtier.bench.figures import statistics_of
 from kvtier.bench.targets import Usage
 from kvtier.errors import ConfigError
@@ -108,20 +108,6 @@ def test_what_was_found_is_a_share_of_the_prompts_that_say_it():
     assert "bench.tokens.cached" not in values(figures(run(sample(usage=Usage(500, 3, None, None)))))
 
 
-def test_a_ratio_above_one_means_that_the_first_is_better():
-    ours = figures(run(sample(ttft=0.1), seconds=5.0), Slo(ttft=0.05))
-    theirs = figures(run(sample(ttft=0.4), seconds=10.0), Slo(ttft=0.05))
-    rows = {row["name"]: row for row in compared(ours, theirs, "other")}
-    assert rows["bench.ttft.p50"]["ratio"] == pytest.approx(4.0)
-    assert rows["bench.requests.rate"]["ratio"] == pytest.approx(2.0)
-    assert rows["bench.ttft.p50"]["peer"] == "other"
-    # Of nothing there is no multiple.
-    assert (rows["bench.goodput.rate"]["value"], rows["bench.goodput.rate"]["ratio"]) == (0, None)
-    alone = compared(ours, (), None)[0]
-    assert (alone["peer"], alone["peer_value"], alone["ratio"]) == (None, None, None)
-    assert set(alone) == {"name", "params", "value", "unit", "peer", "peer_value", "ratio"}
-
-
 def test_without_usage_pieces_are_counted():
     assert sample(gaps=(0.1, 0.1)).output_tokens == 3
     assert failed().output_tokens == 0
@@ -136,6 +122,11 @@ def test_limits_are_understood():
     assert parse_slo("ttft=200ms, tpot=0.05s,latency=5s") == Slo(0.2, 0.05, 5.0)
     assert parse_slo("tpot=50ms") == Slo(tpot=0.05)
     assert str(Slo(ttft=0.2, latency=5.0)) == "ttft at most 200 ms, latency at most 5000 ms"
+
+
+def test_one_limit_is_not_given_twice():
+    with pytest.raises(ConfigError, match="slo 'ttft=1s, ttft=2s': ttft has two limits"):
+        parse_slo("ttft=1s, ttft=2s")
 
 
 @pytest.mark.parametrize(

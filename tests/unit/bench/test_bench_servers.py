@@ -102,7 +102,11 @@ def bench(url, requests=3, progress=lambda: None, **options):
     async def run():
         target = await RemoteTarget.open(url, RemoteOptions(**options))
         try:
-            load = Load(Unrelated(requests, 10, 4).scripts(Pace(), 0), concurrency=1, warm_up=0)
+            load = Load(
+                Unrelated(requests=requests, prompt_tokens=10, output_tokens=4).scripts(Pace(), 0),
+                concurrency=1,
+                warm_up=0,
+            )
             return await measure(target, load, progress)
         finally:
             await target.close()
@@ -227,6 +231,30 @@ def test_all_failed_is_an_exit_code(capsys):
         assert main([*arguments, "--json"]) == 1
         (target,) = json.loads(capsys.readouterr().out)["targets"]
     assert (target["planned"], target["answered"]) == (2, 0)
+
+
+@pytest.mark.parametrize("beside", ["http://127.0.0.1:9", "ftp://x", "small"])
+def test_a_second_server_that_will_not_do_is_said_before_the_first_is_asked(capsys, beside):
+    asked: list = []
+    small = json.dumps({"data": [{"id": "small", "max_model_len": 100}]}).encode()
+    with foreign(asked=asked) as url, foreign(models=small) as other:
+        assert main(["bench", url, "--compare", other if beside == "small" else beside]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), asked) == ("", 1, [])
+    assert beside in err
+
+
+def test_what_ends_a_comparison_leaves_what_was_measured(capsys):
+    with foreign() as url, foreign(status=500, stream=b'{"error": {"message": "boom"}}') as other:
+        arguments = ["bench", url, "--compare", other, "--workload", "random", "--requests", "2"]
+        assert main(arguments) == 2
+        out, err = capsys.readouterr()
+        assert main([*arguments, "--json"]) == 2
+    assert f"one at {url}: 2 of 6 requests in " in out
+    assert err == f"error: {other}: 500: boom\n"
+    told = json.loads(capsys.readouterr().out)
+    (target,) = told["targets"]
+    assert (target["answered"], target["interrupted"], told["results"][0]["peer"]) == (2, True, None)
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])

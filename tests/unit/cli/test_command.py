@@ -193,11 +193,16 @@ class Failures:
     def defect():
         fails_with(ZeroDivisionError("a defect"))
 
+    @staticmethod
+    def full():
+        with Path("/dev/full").open("wb", 0) as file:
+            file.write(b"x")
+
 
 @pytest.fixture
 def failing(monkeypatch):
     monkeypatch.setitem(sys.modules, "failures", Failures)
-    for name in ("tier", "other", "interrupt", "defect"):
+    for name in ("tier", "other", "interrupt", "defect", "full"):
         monkeypatch.setitem(COMMANDS, name, Entry(f"failures:{name}", "Fails."))
     monkeypatch.setitem(COMMANDS, "wrong", Entry("failures:config", "Fails."))
 
@@ -233,19 +238,40 @@ def test_a_defect_is_not_hidden(failing):
         main(["defect"])
 
 
+CONFIG = "import sys; from kvtier.cli import main; sys.exit(main(['config', '--explain']))"
+
+
+def to(stdout, code=CONFIG):
+    """Exit code and errors of a child whose standard output is this."""
+    process = subprocess.run(
+        [sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    return process.returncode, process.stderr
+
+
 def test_a_reader_that_leaves_is_no_traceback():
     read, write = os.pipe()
     os.close(read)
-    process = subprocess.run(
-        [sys.executable, "-c", "import sys; from kvtier.cli import main; sys.exit(main(['config', '--explain']))"],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    assert to(write) == (1, "")
     os.close(write)
-    assert (process.returncode, process.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("code", [CONFIG, CONFIG.replace(", '--explain'", "")])
+def test_a_full_disk_under_standard_output_is_one_line(code):
+    said = "error: standard output: No space left on device: expected a place that takes what is written to it\n"
+    with Path("/dev/full").open("w") as full:
+        assert to(full, code) == (1, said)
+
+
+def test_another_file_s_full_disk_is_not_taken_for_standard_output_s(failing):
+    with pytest.raises(OSError, match="No space left"):
+        main(["full"])
+
+
+def test_standard_output_that_is_closed_is_said_first():
+    status, told = to(None, f"import os; os.close(1); import sys; sys.stdout = None; {CONFIG}")
+    assert (status, told.partition(":")[0], told.count("\n")) == (2, "error", 1)
+    assert "standard output is closed" in told
 
 
 def test_an_interrupt_while_a_command_waits_is_one_line_and_130(tmp_path):

@@ -262,3 +262,11 @@ def test_the_whole(plain: Any, service: Service) -> None:
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="http://host:port"):
         Client(url)
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("token", ["geheim\n", "geheim\r", "geheim ", "gehe\x00im", "geh\u00e9im", "geheim\udcff"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(kind: type, token: str) -> None:
+    with pytest.raises(ConfigError, match=f"token or API key of {len(token)} characters") as caught:
+        kind("http://127.0.0.1:9", token=token)
+    assert "geh" not in str(caught.value)

@@ -1,10 +1,8 @@
 """The router in front of two real engines, each in a process of its own, which publish what they have."""
 
-import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from patience import PATIENCE, until
-from router_world import RunningRouter
+from router_world import RunningRouter, engine_processes, routed
 
 from kvtier.router.fleet import Address
 
@@ -52,25 +50,10 @@ class World(NamedTuple):
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     place = tmp_path_factory.mktemp("fleet")
     endpoints = [(f"ipc://{place}/pub{at}", f"ipc://{place}/replay{at}") for at in range(2)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    processes: list[subprocess.Popen[str]] = []
-    router = None
-    try:
-        for events, replay in endpoints:
-            command = [sys.executable, str(SCRIPT), events, replay, "0.01"]
-            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment))
-        urls = [process.stdout.readline().strip() for process in processes]
-        assert all(urls), "an engine did not start"
-        places = [Address(url, *pair) for url, pair in zip(urls, endpoints, strict=True)]
-        router = RunningRouter(places, decode_tokens=64)
-        until(lambda: all(one.up for one in router.fleet.engines))
-        yield World(router, dict(zip(urls, processes, strict=True)))
-    finally:
-        if router is not None:
-            router.stop()
-        for process in processes:
-            process.kill()
-            process.communicate()
+    with engine_processes(SCRIPT, *((*pair, "0.01") for pair in endpoints)) as processes:
+        places = [Address(url, *pair) for url, pair in zip(processes, endpoints, strict=True)]
+        with routed(places, decode_tokens=64) as router:
+            yield World(router, processes)
 
 
 def prompt(name: str, length: int = 120) -> str:

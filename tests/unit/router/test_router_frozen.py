@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 from patience import until
-from router_world import RunningRouter
+from router_world import RunningRouter, engine_processes, routed
 
 from kvtier.router.fleet import Address, Engine
 
@@ -59,22 +58,13 @@ def port_of(engine: Engine) -> int:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    command = [sys.executable, str(SCRIPT)]
-    quiet = subprocess.DEVNULL  # once continued, it writes to nobody
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True) for _ in range(2)]
-    router = None
-    try:
-        urls = [process.stdout.readline().strip() for process in processes]
-        settings = {"health_interval": 0.05, "connect_timeout": 1.0, "tokenizer": "text"}
-        router = RunningRouter([Address(url) for url in urls], **settings | getattr(request, "param", {}))
-        until(lambda: all(one.up for one in router.fleet.engines))
-        yield World(router, dict(zip(map(port_of, router.fleet.engines), processes, strict=True)))
-    finally:
-        if router is not None:
-            router.stop()
-        for process in processes:
-            process.kill()
-            process.communicate()
+    settings = {"health_interval": 0.05, "connect_timeout": 1.0, "tokenizer": "text"} | getattr(request, "param", {})
+    with (
+        # Once continued, they write to nobody.
+        engine_processes(SCRIPT, (), (), stderr=subprocess.DEVNULL) as processes,
+        routed([Address(url) for url in processes], **settings) as router,
+    ):
+        yield World(router, dict(zip(map(port_of, router.fleet.engines), processes.values(), strict=True)))
 
 
 @pytest.mark.parametrize("moment", ["body", "answer", "refusal"])

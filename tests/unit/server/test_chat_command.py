@@ -80,6 +80,9 @@ def test_what_is_wrong_is_said(talk, server, monkeypatch):
     for url in ("ftp://x", "http://[::1", "h:port"):
         said = f"error: --url '{url}': expected something like http://127.0.0.1:8000\n"
         assert talk([], "--url", url)[::2] == (2, said)
+    code, _, err = talk([], "--url", server.url, "--api-key", "geheim\r")
+    assert (code, err.count("\n"), "geheim" in err) == (2, 1, False)
+    assert "token or API key of 7 characters" in err
     code, _, err = talk([], "--url", "http://127.0.0.1:9")
     assert code == 2
     assert "is the server running there?" in err
