@@ -17,6 +17,8 @@ TORCH_PIN := $(shell grep '^torch==' constraints.txt)
 demo: $(VENV)/.installed
 	$(BIN)/kvtier demo
 
+# One process more than two cores: a quarter of the time goes to time limits, and to processes that tests have started.
+test: WORKERS = 3
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/remote --ignore tests/sglang --ignore tests/vllm $(addprefix --ignore ,$(REMOTE_FAULTS))
 

@@ -40,7 +40,7 @@ def run(model: str | None, *, hinted: bool) -> int:
         for number, question in enumerate(ASKED[1:]):
             llm.clear_device_cache()
             chatter = RequestHints(reuse="none") if hinted else None
-            llm.generate(f"Note {number}. " + question * 6, params, hints=chatter)
+            llm.generate(f"Note {number}. " + question * 3, params, hints=chatter)
         return sum(ask(name, "And in one word?") for name in DOCUMENTS)
 
 

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvtier.api import LLM
+import kvtier
 from kvtier.engine import RequestOutput, SamplingParams
 from kvtier.errors import KVTierError
 
@@ -46,7 +46,8 @@ class Answer:
 class _Session:
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
-        self.llm = LLM(config=orders.config)
+        # By attribute: `kvtier demo`, which takes what is defined here, needs no torch itself.
+        self.llm = kvtier.LLM(config=orders.config)
         self.params = SamplingParams(max_tokens=orders.max_tokens, temperature=0.0)
         # The first forward pass of a process pays for set-up that belongs to no phase.
         self.llm.generate("Warm up.", SamplingParams(max_tokens=2))

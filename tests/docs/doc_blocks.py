@@ -21,7 +21,12 @@ LANGUAGES = frozenset({"bash", "console", "python", "toml", "json", "yaml", "tex
 TOLD = {
     "README.md": [
         ("make demo", "skip", "sets up environments of its own; continuous integration runs it"),
-        ("last_turn", "setup", 'prompt = last_turn = "The harbour opens at six."'),
+        (
+            "last_turn",
+            "setup",
+            'import os; os.environ["KVTIER_ENGINE__MAX_MODEL_LEN"] = "24"\n'
+            'prompt = last_turn = "The harbour opens at six."',
+        ),
     ],
     "docs/client.md": [("", "elsewhere", "tests/unit/client/test_client_docs.py")],
     "docs/vllm.md": [

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import doc_shim
@@ -154,7 +155,7 @@ class Sandbox:
     def close(self) -> None:
         """End every server, remove everything."""
         for one in list(self._names.values()):
-            if callable(getattr(one, "close", None)) and not isinstance(one, type):
+            if callable(getattr(one, "close", None)) and not isinstance(one, type | ModuleType):
                 one.close()
         for pid, _ in doc_shim.entries(self.environ["DOC_SERVERS"]):
             if doc_shim.alive(pid):

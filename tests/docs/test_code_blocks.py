@@ -96,12 +96,15 @@ def load_model() -> Callable[..., Any]:
 def sandbox(
     preloaded: Preloaded, default_model: Path, load_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Sandbox]:
-    one = Sandbox(preloaded, default_model, cache_dir())
+    one, before = Sandbox(preloaded, default_model, cache_dir()), dict(os.environ)
     for variable, value in one.environment_of_python().items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(api, "load_model", load_model)
     monkeypatch.chdir(one.work)
     yield one
+    # What a page's blocks set ends with the page.
+    os.environ.clear()
+    os.environ.update(before)
     one.close()
 
 

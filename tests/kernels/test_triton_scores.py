@@ -68,7 +68,7 @@ def test_the_same_blocks_are_chosen(kind):
     torch.testing.assert_close(torch.stack(ours.outputs), torch.stack(theirs.outputs), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("stop", "queries"), [(1, 1), (4, 4), (17, 5), (80, 64)])
+@pytest.mark.parametrize(("stop", "queries"), [(1, 1), (4, 4), (17, 5), (41, 24)])
 def test_mass_and_bounds_equal_those_of_torch(stop, queries):
     pool, blocks = make_pool(), torch.tensor(TABLE[: -(-stop // SIZE)])
     pool.tensor[list(TABLE)] = draw(len(TABLE), *pool.tensor.shape[1:], seed=5)

@@ -49,7 +49,8 @@ class Connection:
         self._name = name
         self._local = sock.family == socket.AF_UNIX
         self._exchange: Exchange | None = None
-        self._ended = False
+        self._finishing = False
+        self._killed = False
 
     def run(self) -> None:
         """Serve until the other side closes, breaks the rules or is too slow."""
@@ -70,8 +71,11 @@ class Connection:
         try:
             session = self._greet(exchange)
             # A hold ends by its release or the death of its owner, never by a timer.
-            while not self._ended and exchange.next(_EVER if session.holds else None):
+            while not self._killed and exchange.next(_EVER if session.holds else None):
                 self._serve(exchange, session)
+                # Only after a request: one may have arrived before this was said.
+                if self._finishing:
+                    break
             exchange.settle()
         except StreamClosed as error:
             _log.debug("%s: %s", self._name, error)
@@ -100,14 +104,14 @@ class Connection:
 
     def finish(self) -> None:
         """Answer what has arrived, then end; to be called again where it was just between two requests."""
-        self._ended = True
+        self._finishing = True
         exchange = self._exchange
         if exchange is not None and exchange.waiting:
             exchange.stream.stop(writing=False)
 
     def kill(self) -> None:
         """End at once."""
-        self._ended = True
+        self._killed = True
         if self._exchange is not None:
             self._exchange.stream.stop()
         else:

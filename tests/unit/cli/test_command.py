@@ -60,6 +60,12 @@ def test_help_lists_every_command_and_imports_none_of_them():
         assert entry.summary in out
 
 
+def test_the_demo_leaves_torch_to_its_processes():
+    process = child("import sys, kvtier.cli.demo; sys.exit('torch' in sys.modules)")
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0
+
+
 def test_without_a_command_help_is_printed(capsys):
     code, out, _ = run(capsys)
     assert code == 0

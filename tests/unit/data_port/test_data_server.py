@@ -36,6 +36,7 @@ from kvtier.errors import ConfigError
 from kvtier.remote.peer.link import Link
 from kvtier.service.cache import Scope
 from kvtier.service.data import DataServer, listing
+from kvtier.service.data.connection import Connection
 from kvtier.wire import Opcode
 from kvtier.wire import messages as wire
 
@@ -190,6 +191,30 @@ def test_draining_answers_what_has_arrived_and_lets_nobody_in(tmp_path: Path) ->
         with pytest.raises(Unreachable):
             service.client("unix").connect()
         assert service.settled() == NOTHING
+
+
+def test_draining_answers_what_arrived_before_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greet = Connection._greet
+
+    def slow(self: Connection, *args: Any) -> Any:
+        session = greet(self, *args)
+        until(lambda: self._finishing)
+        return session
+
+    with world(tmp_path) as service:
+        with service.client() as client:
+            client.create_namespace("drain", None)
+        monkeypatch.setattr(Connection, "_greet", slow)
+        with service.talk() as busy, service.talk() as quiet:
+            for talk in (busy, quiet):
+                talk.hello(service.token["red"])
+            busy.send(2, {"ns": "drain", "keys": bytes(16)})
+            assert service.server.drain(PATIENCE)
+            assert busy.receive() is not None
+            assert busy.receive() is None
+            assert quiet.receive() is None
 
 
 def test_draining_answers_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
