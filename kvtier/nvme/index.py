@@ -21,7 +21,8 @@ from typing import Any
 import lmdb
 
 from kvtier.errors import CorruptObject, TierError, TierFull, TierUnavailable
-from kvtier.nvme.ledger import DATABASES, Ledger, Names
+from kvtier.nvme.ledger import DATABASES, Ledger, State
+from kvtier.nvme.names import Names
 from kvtier.nvme.pages import DamagedIndex
 
 __all__ = ["Index", "map_bytes_for"]
@@ -94,15 +95,19 @@ class Index:
     # ---- transactions
 
     @contextmanager
-    def read(self, lock: "threading.Lock | None" = None) -> Iterator[Ledger]:
+    def read(self, lock: "threading.Lock | None" = None, *, otherwise: State | None = None) -> Iterator[Ledger]:
         """A snapshot, taken while `lock` is held if one is given, which then is held throughout.
 
         Lock order: the index before the tier's lock, never the other way round.
+
+        Args:
+            lock: see above.
+            otherwise: taken for the sums where these were altered, which is an error without.
         """
         try:
             txn = self._begin(lock)
             try:
-                yield Ledger(txn, self._dbs, self._names)
+                yield Ledger(txn, self._dbs, self._names, otherwise)
             finally:
                 txn.abort()
                 if lock is not None:
@@ -170,7 +175,7 @@ class Index:
             self.damaged = True
             return DamagedIndex(
                 f"the index {self._path} is damaged ({error}): close every process that uses it and reopen, "
-                "which starts it empty"
+                "which keeps what is whole"
             )
         if isinstance(error, lmdb.DiskError) or any(os.strerror(code) in str(error) for code in _FULL_ERRNOS):
             return TierFull(f"the index {self._path} cannot be written: {error}")

@@ -50,7 +50,7 @@ _I64 = NDArray[np.int64]
 
 
 class DamagedIndex(CorruptObject, TierUnavailable):
-    """The index cannot be read any more. Opening the directory again starts it empty."""
+    """The index cannot be read any more. Opening the directory again keeps what is whole of it."""
 
 
 class _Tree(NamedTuple):
@@ -115,23 +115,27 @@ def missing_bytes(data_file: Path) -> int:
         return max(0, (meta.last_page + 1) * meta.page_bytes - os.fstat(file.fileno()).st_size)
 
 
-def check_pages(data_file: Path, databases: Collection[str]) -> None:
+def check_pages(data_file: Path, databases: Collection[str]) -> bool:
     """Read all pages that are in use, none of which may change meanwhile; a file that is absent is sound.
 
     Args:
         data_file: LMDB's.
         databases: all that may be in it.
 
+    Returns:
+        Whether the keys of all databases are in order. Where they are not LMDB misses some that are there, and no more
+        may be written; but all can be read one after the other.
+
     Raises:
         DamagedIndex: LMDB would fail on it, or die.
         OSError: it cannot be read.
     """
     if not data_file.exists():
-        return
+        return True
     with data_file.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         walk = _Walk(file.fileno(), data_file, _meta(file.fileno(), data_file))
-        walk.whole(frozenset(name.encode() for name in databases))
+        return walk.whole(frozenset(name.encode() for name in databases))
 
 
 def _meta(fd: int, data_file: Path) -> _Meta:
@@ -170,23 +174,28 @@ class _Walk:
         self._seen = np.zeros(meta.last_page + 1, np.bool_)
         self._seen[:2] = True
         self._counted = [0, 0, 0, 0]  # leaves, branches, overflow pages, entries of the tree under way
+        self._ordered = True
 
-    def whole(self, databases: frozenset[bytes]) -> None:
-        """All trees, and the pages that are free."""
+    def whole(self, databases: frozenset[bytes]) -> bool:
+        """All trees, and the pages that are free; whether the keys of databases are in order."""
         trees = []
         for nodes in self._leaves(self._meta.main, 0):
             for node in range(len(nodes.at)):
                 name, data = nodes.inline(node)
                 self._require(name in databases and nodes.flags[node] == _SUBTREE and len(data) == _TREE.size)
                 trees.append(_Tree(*_TREE.unpack(data)))
+        self._require(self._ordered)
         for tree in trees:
             for nodes in self._leaves(tree, 0):
                 for node in np.flatnonzero(nodes.flags).tolist():
                     self._data(nodes, node)
+        ordered, self._ordered = self._ordered, True
         for nodes in self._leaves(self._meta.free, _INTEGER_KEYS):
             self._require(bool(((nodes.high > 0) & (nodes.high <= self._meta.txn)).all()))
             for node in range(len(nodes.at)):
                 self._freed(self._data(nodes, node))
+        self._require(self._ordered)
+        return ordered
 
     def _require(self, sound: "bool | np.bool_") -> None:
         if not sound:
@@ -240,7 +249,7 @@ class _Walk:
         self._require(self._counted == [tree.leaves, tree.branches, tree.overflows, tree.entries])
 
     def _in_order(self, high: _U64, low: _U64) -> None:
-        self._require(((high[:-1] < high[1:]) | ((high[:-1] == high[1:]) & (low[:-1] <= low[1:]))).all())
+        self._ordered &= bool(((high[:-1] < high[1:]) | ((high[:-1] == high[1:]) & (low[:-1] <= low[1:]))).all())
 
     def _nodes(self, numbers: _I64, *, leaf: bool, integers: bool) -> _Nodes:
         """The nodes of these pages."""

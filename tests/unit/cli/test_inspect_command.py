@@ -203,7 +203,7 @@ def test_compaction_keeps_every_block(path: Path, run: Any) -> None:
     tier.clear(chain_refs(1)[0].ns)
     put(tier, chain_refs(8, seed=77), _SIZE)
     tier.close()
-    left = path / "index" / "compact"  # by one that was killed
+    left = path / "index" / "fresh"  # by one that was killed
     left.mkdir()
     (left / "data.mdb").write_bytes(b"half of it")
     report = run(path, "--compact", "--verify")
