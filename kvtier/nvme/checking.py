@@ -181,7 +181,7 @@ def free_runs(tables: Sequence[NDArray[np.uint32]], prepared: int) -> list[Exten
     every = np.concatenate(tables).astype(np.int64)
     every = every[np.argsort(every[:, 0])]
     ends = [0, *np.maximum.accumulate(every.sum(axis=1)).tolist()]
-    starts = [*every[:, 0].tolist(), prepared]
+    starts = [*np.minimum(every[:, 0], prepared).tolist(), prepared]
     return [Extent(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end]
 
 

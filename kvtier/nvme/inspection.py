@@ -150,15 +150,14 @@ def _look_into(directory: Directory) -> Index:
 def _fate(directory: Directory) -> str:
     """What becomes of the index, and why; "" if nothing speaks against it."""
     reason = directory.meta.untrusted
-    try:
-        ordered = reason or check_pages(directory.path / "index" / "data.mdb", DATABASES)
-    except DamagedIndex as error:
-        reason = str(error)
-    if reason:
-        return f"{reason}; it starts empty"
-    if directory.meta.damaged or not ordered:
-        return f"{FOUND_DAMAGED}; what is whole of that is kept"
-    return ""
+    if not reason:
+        try:
+            whole = check_pages(directory.path / "index" / "data.mdb", DATABASES) and not directory.meta.damaged
+        except DamagedIndex as error:
+            reason = str(error)
+        else:
+            return "" if whole else f"{FOUND_DAMAGED}; what is whole of that is kept"
+    return f"{reason}; it starts empty"
 
 
 @contextmanager

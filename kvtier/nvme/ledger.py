@@ -170,7 +170,8 @@ class Ledger:
         packed = self._meta(b"state")
         if packed is None and otherwise is None and txn.stat(dbs["meta"])["entries"]:
             raise CorruptObject("its sums were altered")
-        self.state = self._stored = State(*_STATE.unpack(packed)) if packed else otherwise or State()
+        self._stored = State(*_STATE.unpack(packed)) if packed else None
+        self.state = self._stored or otherwise or State()
 
     @property
     def state(self) -> State:
@@ -185,9 +186,10 @@ class Ledger:
         """Store the sums, and the pages that became free, joined; before the commit."""
         self.free.add(self._freed)
         self._freed = []
-        if self.state != self._stored:
-            self._stored = self.state
-            self._put_meta(b"state", _STATE.pack(*self._stored))
+        state = self.state
+        if state != self._stored:
+            self._stored = state
+            self._put_meta(b"state", _STATE.pack(*state))
 
     def _put_meta(self, key: bytes, value: bytes) -> None:
         self.txn.put(key, seal(key, value), db=self._dbs["meta"])
