@@ -180,9 +180,10 @@ def free_runs(tables: Sequence[NDArray[np.uint32]], prepared: int) -> list[Exten
     """What of the first `prepared` pages belongs to none of these extents, [n, 2] first page and pages each."""
     every = np.concatenate(tables).astype(np.int64)
     every = every[np.argsort(every[:, 0])]
-    ends = [0, *np.maximum.accumulate(every.sum(axis=1)).tolist()]
-    starts = [*np.minimum(every[:, 0], prepared).tolist(), prepared]
-    return [Extent(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end]
+    ends = np.append(0, np.maximum.accumulate(every.sum(axis=1)))
+    gaps = np.append(np.minimum(every[:, 0], prepared), prepared) - ends
+    found = np.flatnonzero(gaps > 0)
+    return list(map(Extent, ends[found].tolist(), gaps[found].tolist()))
 
 
 def _table(extents: Sequence[Extent]) -> NDArray[np.uint32]:

@@ -6,8 +6,8 @@ page    number, flags, lower and upper bound of the gap; offsets of nodes up to 
 node    length of data (branch: child page), flags, length of key; key, data; without gaps between nodes
 
 Checked is all that LMDB relies on: every page in its place and used once, nodes that tile their page, keys in order
-through the whole tree, depths and sums as they are kept. Not checked is what records say. Data file version 1, that of
-LMDB 0.9.
+through the whole tree, depths and sums as they are kept. Not checked is what values say, which have seals of their own
+(`kvtier.nvme.seals`). Data file version 1, that of LMDB 0.9.
 """
 
 import os

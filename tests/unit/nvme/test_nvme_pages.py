@@ -109,10 +109,10 @@ def _written(tmp_path: Path, files: Iterator[bytes]) -> list[Path]:
 def test_a_sound_file(tmp_path: Path, sound: bytes) -> None:
     assert 60 <= len(sound) // _PAGE <= 90
     (path,) = _written(tmp_path, iter([sound]))
-    check_pages(path / "data.mdb", DATABASES)
-    check_pages(path / "absent.mdb", DATABASES)
+    assert check_pages(path / "data.mdb", DATABASES)
+    assert check_pages(path / "absent.mdb", DATABASES)
     assert _tried([path]) == ["1700"]
-    check_pages(path / "data.mdb", DATABASES)
+    assert check_pages(path / "data.mdb", DATABASES)
 
 
 def test_every_state_that_lmdb_leaves_is_sound(tmp_path: Path) -> None:
@@ -130,11 +130,11 @@ def test_every_state_that_lmdb_leaves_is_sound(tmp_path: Path) -> None:
                 ledger.drop(here.pop(dice.randrange(len(here))), _record(0))
             if step % 20 == 19:
                 ledger.free.replace([Extent(page, 1) for page in range(0, 4000, 2)])
-        check_pages(tmp_path / "data.mdb", DATABASES)
+        assert check_pages(tmp_path / "data.mdb", DATABASES)
     copy = tmp_path / "copy"
     copy.mkdir()
     index.compact_into(copy)
-    check_pages(copy / "data.mdb", DATABASES)
+    assert check_pages(copy / "data.mdb", DATABASES)
     index.close()
 
 
@@ -202,6 +202,15 @@ def test_a_page_that_is_free_and_in_use(tmp_path: Path, sound: bytes) -> None:
     data_file.write_bytes(data)
     with pytest.raises(DamagedIndex):
         check_pages(data_file, DATABASES)
+
+
+@pytest.mark.parametrize(("at", "other"), [(1001, 700), (650, 5000), (1300, 2)])
+def test_keys_out_of_order_harm_nobody_and_are_told(tmp_path: Path, sound: bytes, at: int, other: int) -> None:
+    key, altered = (number.to_bytes(16, "big") for number in (at, other))
+    (path,) = _written(tmp_path, iter([sound.replace(key, altered)]))
+    assert not check_pages(path / "data.mdb", DATABASES)
+    (found,) = _tried([path])
+    assert int(found) == 1699
 
 
 def test_other_databases_than_the_index_has(tmp_path: Path, sound: bytes) -> None:
