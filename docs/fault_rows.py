@@ -443,6 +443,7 @@ ROWS = (
             ALTERED + "test_an_altered_record_is_one_miss_and_counted",
             ALTERED + "test_an_altered_record_is_repaired",
             ALTERED + "test_an_altered_key_costs_one_block",
+            ALTERED + "test_a_damaged_page_costs_what_lies_on_it",
             ALTERED + "test_no_other_altered_entry_costs_a_block",
             ALTERED + "test_a_namespace_that_nothing_names_is_lost_and_no_other",
             ALTERED + "test_eviction_goes_on_where_a_record_was_altered",
@@ -454,6 +455,7 @@ ROWS = (
         (
             "tests/unit/nvme/test_nvme_pages.py::test_whatever_happens_to_pages_kills_nobody",
             "tests/unit/nvme/test_nvme_pages.py::test_truncated_at_every_page",
+            "tests/unit/nvme/test_nvme_pages.py::test_what_is_whole_is_found_and_nothing_that_was_deleted",
             OPENING + "TestDamagedIndex",
         ),
     ),

@@ -21,7 +21,7 @@ from typing import Any
 import lmdb
 
 from kvtier.errors import CorruptObject, TierError, TierFull, TierUnavailable
-from kvtier.nvme.ledger import DATABASES, Ledger, State
+from kvtier.nvme.ledger import DATABASES, Ledger
 from kvtier.nvme.names import Names
 from kvtier.nvme.pages import DamagedIndex
 
@@ -95,19 +95,15 @@ class Index:
     # ---- transactions
 
     @contextmanager
-    def read(self, lock: "threading.Lock | None" = None, *, otherwise: State | None = None) -> Iterator[Ledger]:
+    def read(self, lock: "threading.Lock | None" = None) -> Iterator[Ledger]:
         """A snapshot, taken while `lock` is held if one is given, which then is held throughout.
 
         Lock order: the index before the tier's lock, never the other way round.
-
-        Args:
-            lock: see above.
-            otherwise: taken for the sums where these were altered, which is an error without.
         """
         try:
             txn = self._begin(lock)
             try:
-                yield Ledger(txn, self._dbs, self._names, otherwise)
+                yield Ledger(txn, self._dbs, self._names)
             finally:
                 txn.abort()
                 if lock is not None:

@@ -149,15 +149,15 @@ def _look_into(directory: Directory) -> Index:
 
 def _fate(directory: Directory) -> str:
     """What becomes of the index, and why; "" if nothing speaks against it."""
-    reason = directory.meta.untrusted
-    if not reason:
-        try:
-            whole = check_pages(directory.path / "index" / "data.mdb", DATABASES) and not directory.meta.damaged
-        except DamagedIndex as error:
-            reason = str(error)
-        else:
-            return "" if whole else f"{FOUND_DAMAGED}; what is whole of that is kept"
-    return f"{reason}; it starts empty"
+    if directory.meta.untrusted:
+        return f"{directory.meta.untrusted}; it starts empty"
+    reason = FOUND_DAMAGED if directory.meta.damaged else ""
+    data_file = directory.path / "index" / "data.mdb"
+    try:
+        reason = reason if check_pages(data_file, DATABASES) else f"keys of {data_file} are out of order"
+    except DamagedIndex as error:
+        reason = str(error)
+    return f"{reason}; what is whole of it is kept" if reason else ""
 
 
 @contextmanager
@@ -232,13 +232,19 @@ def compact(path: Path) -> tuple[int, int]:
             others = len(directory.others())
             if others:
                 raise TierUnavailable(f"{path} is open in {others} other processes: close them before --compact")
-            return replace_index(path, _compacted), (path / "index" / "data.mdb").stat().st_size
+            return replace_index(path, lambda fresh: _compact(path, fresh)), (
+                path / "index" / "data.mdb"
+            ).stat().st_size
     except OSError as error:
         raise TierUnavailable(f"{path} cannot be compacted ({error}): free some disk space") from error
     finally:
         directory.drop()
 
 
-def _compacted(index: Index, fresh: Path) -> int:
-    index.compact_into(fresh)
-    return index.nbytes()
+def _compact(path: Path, fresh: Path) -> int:
+    index = Index(path / "index", None, durable=False, writable=False)
+    try:
+        index.compact_into(fresh)
+        return index.nbytes()
+    finally:
+        index.close()

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, cast
 from kvtier.errors import CorruptObject
 from kvtier.keys import STORE_KEY_BYTES, namespace_digest, namespace_index
 from kvtier.nvme.extents import PAGE, Extent, FreeMap, merged, pages_for
-from kvtier.nvme.names import FORMAT, NAMESPACE, Names
+from kvtier.nvme.names import FORMAT, NAMESPACE, Names, names_in
 from kvtier.nvme.seals import seal, unseal, unsealed
 from kvtier.policies import WriteMeter
 from kvtier.tiers import BlockRef
 
-__all__ = ["DATABASES", "Hold", "Ledger", "Record", "State"]
+__all__ = ["DATABASES", "Hold", "Ledger", "Record", "State", "record_in"]
 
 DATABASES = ("blk", "free", "resv", "names", "meta")
 """The records first."""
@@ -35,11 +35,13 @@ DATABASES = ("blk", "free", "resv", "names", "meta")
 _RECORD = struct.Struct("<I I B B i I I 16s 16s")
 # Only a record of several extents says how long each is: pages of the first, then the others.
 _PARTS = struct.Struct("<5I")
+_RECORD_SIZES = (_RECORD.size, _RECORD.size + _PARTS.size)
 _HOLD = struct.Struct("<16s B I")
 _STATE = struct.Struct("<5Q")
 _METER = struct.Struct("<3d")
 _PAGE = struct.Struct(">I")
 _NUMBER = struct.Struct("<I")
+_SUMS, _METERED, _LOST = b"state", b"meter", b"dropped"
 _FLAGS_AT, _NS_AT, _ROW_AT = 9, 14, 18
 _EXACT, _HAS_PARENT, _SPLIT = 1, 2, 4
 _NO_PARENT = bytes(STORE_KEY_BYTES)
@@ -105,6 +107,11 @@ class Record(NamedTuple):
         )
 
 
+def record_in(key: bytes, value: bytes) -> Record | None:
+    """The record that an entry of the index is; None if it is none."""
+    return Record.unpack(value) if len(key) == STORE_KEY_BYTES and len(value) in _RECORD_SIZES else None
+
+
 class Hold(NamedTuple):
     """Pages that a living writer holds. `preparing`: being zero-filled, nobody's so far."""
 
@@ -144,7 +151,6 @@ class Ledger:
         txn: an open transaction; a reader may only look.
         dbs: the databases by name.
         names: shared by all ledgers of the process.
-        otherwise: taken for the sums where these were altered.
 
     Attributes:
         broken: what lies under the keys of records that were met and whose seals are broken.
@@ -156,7 +162,7 @@ class Ledger:
     __slots__ = ("_blk", "_by_row", "_dbs", "_freed", "_fresh", "_names", "_preparing", "_reserved", "_resv", "_stored",
                  "_used", "broken", "free", "prepared", "total", "txn")  # fmt: skip
 
-    def __init__(self, txn: Any, dbs: Mapping[str, Any], names: Names, otherwise: "State | None" = None) -> None:
+    def __init__(self, txn: Any, dbs: Mapping[str, Any], names: Names) -> None:
         self.txn = txn
         self.free = FreeMap(txn, dbs["free"])
         self._dbs = dbs
@@ -167,11 +173,11 @@ class Ledger:
         self._fresh: set[bytes] = set()
         self._by_row: Any = None  # a cursor, opened once per transaction, which ends it
         self.broken: dict[bytes, bytes] = {}
-        packed = self._meta(b"state")
-        if packed is None and otherwise is None and txn.stat(dbs["meta"])["entries"]:
+        packed = self._meta(_SUMS)
+        if packed is None and txn.stat(dbs["meta"])["entries"]:
             raise CorruptObject("its sums were altered")
         self._stored = State(*_STATE.unpack(packed)) if packed else None
-        self.state = self._stored or otherwise or State()
+        self.state = self._stored or State()
 
     @property
     def state(self) -> State:
@@ -189,7 +195,7 @@ class Ledger:
         state = self.state
         if state != self._stored:
             self._stored = state
-            self._put_meta(b"state", _STATE.pack(*state))
+            self._put_meta(_SUMS, _STATE.pack(*state))
 
     def _put_meta(self, key: bytes, value: bytes) -> None:
         self.txn.put(key, seal(key, value), db=self._dbs["meta"])
@@ -206,12 +212,12 @@ class Ledger:
 
         Empty where nobody ever had, and where it was altered.
         """
-        packed = self._meta(b"meter")
+        packed = self._meta(_METERED)
         return WriteMeter(*_METER.unpack(packed)) if packed else WriteMeter(0.0)
 
     @meter.setter
     def meter(self, meter: WriteMeter) -> None:
-        self._put_meta(b"meter", _METER.pack(*meter))
+        self._put_meta(_METERED, _METER.pack(*meter))
 
     # ---- records
 
@@ -290,12 +296,12 @@ class Ledger:
     @property
     def lost(self) -> int:
         """Records that were dropped because their seals were broken, whose pages nobody has found so far."""
-        packed = self._meta(b"lost")
+        packed = self._meta(_LOST)
         return cast(int, _NUMBER.unpack(packed)[0]) if packed else 0
 
     @lost.setter
     def lost(self, records: int) -> None:
-        self._put_meta(b"lost", _NUMBER.pack(records))
+        self._put_meta(_LOST, _NUMBER.pack(records))
 
     def require_whole(self) -> None:
         """Find out whether the index has to be rebuilt.
@@ -336,11 +342,19 @@ class Ledger:
         """The directory's number for a format."""
         return self._names.intern(self.txn, FORMAT, fmt.encode(), self._fresh)
 
-    def take_names(self, other: "Ledger") -> set[tuple[bytes, int]]:
-        """Give all names of another index the numbers that they have there; returns their kinds and numbers."""
-        names = other._names.every(other.txn)  # noqa: SLF001
+    def adopt(self, entries: Mapping[bytes, bytes]) -> set[tuple[bytes, int]]:
+        """Take names, sums and what was written from entries of another index.
+
+        Returns:
+            Kind and number of each name.
+        """
+        names = names_in(entries.items())
         for (kind, number), value in names.items():
             self._names.put(self.txn, kind, number, value)
+        if _METERED in entries:
+            self._put_meta(_METERED, entries[_METERED])
+        if _SUMS in entries:
+            self.total, self.prepared, *_ = _STATE.unpack(entries[_SUMS])
         return set(names)
 
     def insert(self, key: bytes, record: Record) -> None:

@@ -1,24 +1,25 @@
 """Names: small numbers for namespace digests and format ids, the same for all processes on a directory.
 
-database `names`    kind, value -> number u32      and, to find the way back,      `#`, kind, number -> value
+database `names`    `name:`, kind, value -> number u32      and, to find the way back,      `#`, kind, number -> value
 
-Either entry is enough: where one was altered, the other one tells.
+Either entry is enough: where one was altered, the other one tells. No other database has such keys.
 """
 
 import struct
+from collections.abc import Iterable
 from typing import Any, TypeVar, cast
 
 from kvtier.errors import CorruptObject, FormatMismatch
 from kvtier.keys import namespace_index
 from kvtier.nvme.seals import seal, unseal
 
-__all__ = ["FORMAT", "NAMESPACE", "Names"]
+__all__ = ["FORMAT", "NAMESPACE", "Names", "names_in"]
 
 FORMAT, NAMESPACE = b"f", b"n"
 """Kinds of names."""
 
 _ID = struct.Struct("<I")
-_BACK = b"#"
+_THERE, _BACK = b"name:", b"#"
 _MAX_FORMAT = 255
 _REMEMBERED = 1 << 16
 _Known = TypeVar("_Known", bytes, int)
@@ -44,22 +45,13 @@ class Names:
 
     def every(self, txn: Any) -> dict[tuple[bytes, int], bytes]:
         """Kind and number of every name, and its value; reads them all."""
-        found: dict[tuple[bytes, int], bytes] = {}
         with txn.cursor(self._db) as cursor:
-            for key, data in cursor:
-                value = unseal(key, data)
-                if value is None:
-                    continue
-                if key.startswith(_BACK):
-                    found[key[1:2], cast(int, _ID.unpack(key[2:])[0])] = value
-                else:
-                    found.setdefault((key[:1], cast(int, _ID.unpack(value)[0])), key[1:])
-        return found
+            return names_in((key, value) for key, data in cursor if (value := unseal(key, data)) is not None)
 
     def put(self, txn: Any, kind: bytes, number: int, value: bytes) -> None:
         """Give a name a number, in a write transaction."""
         packed = _ID.pack(number)
-        for key, data in ((kind + value, packed), (_BACK + kind + packed, value)):
+        for key, data in ((_THERE + kind + value, packed), (_BACK + kind + packed, value)):
             txn.put(key, seal(key, data), db=self._db)
 
     def intern(self, txn: Any, kind: bytes, value: bytes, fresh: set[bytes]) -> int:
@@ -74,7 +66,7 @@ class Names:
         Raises:
             FormatMismatch: a record has no room for the number of one more format.
         """
-        name = kind + value
+        name = _THERE + kind + value
         known = self._ids.get(name)
         if known is not None:
             return known
@@ -122,6 +114,17 @@ class Names:
         if value is None:
             raise CorruptObject(f"nothing has the number {number} that a record refers to")
         return value
+
+
+def names_in(entries: Iterable[tuple[bytes, bytes]]) -> dict[tuple[bytes, int], bytes]:
+    """Kind and number of the names among these entries, and their values."""
+    found: dict[tuple[bytes, int], bytes] = {}
+    for key, value in entries:
+        if key.startswith(_BACK):
+            found[key[1:2], cast(int, _ID.unpack(key[2:])[0])] = value
+        elif key.startswith(_THERE):
+            found[key[len(_THERE) : len(_THERE) + 1], cast(int, _ID.unpack(value)[0])] = key[len(_THERE) + 1 :]
+    return found
 
 
 def _remember(known: dict[_Known, _Value], name: _Known, value: _Value) -> None:

@@ -144,17 +144,17 @@ def _open_locked(
 def _open_alone(
     directory: Directory, total: int | None, options: NvmeOptions, counts: Counts, *, thorough: bool
 ) -> Opened:
-    """Open it as it is, or with its index rebuilt if entries of that were altered.
+    """Open it as it is, or with its index rebuilt if that is damaged.
 
     Raises:
-        CorruptObject: the index cannot be read at all.
+        CorruptObject: there is nothing to rebuild it from.
     """
-    reason = _make_safe(directory, thorough=thorough)
-    if not reason:
-        try:
+    try:
+        reason = _make_safe(directory, thorough=thorough)
+        if not reason:
             return _open_parts(directory, total, options, counts, alone=True)
-        except CorruptObject as error:
-            reason = str(error)
+    except CorruptObject as error:
+        reason = str(error)
     rebuilt = rebuild_index(directory)
     _log.error("%s has a rebuilt index, %d blocks kept, %d lost: %s", directory.path, *rebuilt, reason)
     counts.failed("open", reason)

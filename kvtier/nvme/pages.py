@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from kvtier.errors import CorruptObject, TierUnavailable
 from kvtier.nvme.extents import PAGE
+from kvtier.nvme.seals import unseal
 
-__all__ = ["DamagedIndex", "check_pages", "missing_bytes"]
+__all__ = ["DamagedIndex", "check_pages", "entries_of", "missing_bytes", "whole_entries"]
 
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
@@ -39,6 +40,7 @@ _INTEGER_KEYS = 8
 _TREE = struct.Struct("<IHHQQQQQ")
 _HEAD = struct.Struct("<QHHI")
 _META_HEAD = struct.Struct("<IIQQ")
+_NODE_HEAD = struct.Struct("<4H")
 _CHUNK = 1024
 
 # Masks that blank what follows a key of n bytes in its first 16.
@@ -138,6 +140,32 @@ def check_pages(data_file: Path, databases: Collection[str]) -> bool:
         return walk.whole(frozenset(name.encode() for name in databases))
 
 
+def whole_entries(data_file: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Key and value of every entry whose seal is whole, of all databases, in any order and whatever their trees say.
+
+    Only of pages that are in use: what was deleted may lie on others.
+
+    Args:
+        data_file: LMDB's, which nobody has open.
+
+    Raises:
+        DamagedIndex: nothing tells which pages are in use.
+        OSError: it cannot be read.
+    """
+    with data_file.open("rb") as file:
+        yield from _Walk(file.fileno(), data_file, _meta(file.fileno(), data_file)).salvaged()
+
+
+def entries_of(data_file: Path, database: str) -> int | None:
+    """How many entries a database has; None if that cannot be told."""
+    with data_file.open("rb") as file:
+        try:
+            walk = _Walk(file.fileno(), data_file, _meta(file.fileno(), data_file))
+            return next((tree.entries for name, tree in walk.trees() if name == database.encode()), None)
+        except DamagedIndex:
+            return None
+
+
 def _meta(fd: int, data_file: Path) -> _Meta:
     """The meta page that counts; both must be sound."""
     first = os.pread(fd, PAGE, 0)
@@ -178,24 +206,52 @@ class _Walk:
 
     def whole(self, databases: frozenset[bytes]) -> bool:
         """All trees, and the pages that are free; whether the keys of databases are in order."""
-        trees = []
-        for nodes in self._leaves(self._meta.main, 0):
-            for node in range(len(nodes.at)):
-                name, data = nodes.inline(node)
-                self._require(name in databases and nodes.flags[node] == _SUBTREE and len(data) == _TREE.size)
-                trees.append(_Tree(*_TREE.unpack(data)))
-        self._require(self._ordered)
-        for tree in trees:
+        trees = list(self.trees())
+        self._require(self._ordered and databases.issuperset(name for name, _ in trees))
+        for _, tree in trees:
             for nodes in self._leaves(tree, 0):
                 for node in np.flatnonzero(nodes.flags).tolist():
                     self._data(nodes, node)
         ordered, self._ordered = self._ordered, True
+        self._free()
+        return ordered
+
+    def trees(self) -> Iterator[tuple[bytes, _Tree]]:
+        """The databases by name."""
+        for nodes in self._leaves(self._meta.main, 0):
+            for node in range(len(nodes.at)):
+                name, data = nodes.inline(node)
+                self._require(nodes.flags[node] == _SUBTREE and len(data) == _TREE.size)
+                yield name, _Tree(*_TREE.unpack(data))
+
+    def _free(self) -> None:
         for nodes in self._leaves(self._meta.free, _INTEGER_KEYS):
             self._require(bool(((nodes.high > 0) & (nodes.high <= self._meta.txn)).all()))
             for node in range(len(nodes.at)):
                 self._freed(self._data(nodes, node))
         self._require(self._ordered)
-        return ordered
+
+    def salvaged(self) -> Iterator[tuple[bytes, bytes]]:
+        """See `whole_entries`."""
+        for number in self._in_use().tolist():
+            page = os.pread(self._fd, self._bytes, number * self._bytes)
+            # What belongs elsewhere is of another time.
+            for key, data in _listed(page) if page[:8] == number.to_bytes(8, "little") else ():
+                value = unseal(key, data)
+                if value is not None:
+                    yield key, value
+
+    def _in_use(self) -> _I64:
+        """All pages but those that are free, or those of the trees where it cannot be told which are free."""
+        try:
+            self._free()
+        except DamagedIndex:
+            self._seen[2:] = False
+            for _, tree in self.trees():
+                for _ in self._leaves(tree, 0):
+                    pass
+            return np.flatnonzero(self._seen)[2:]
+        return np.flatnonzero(~self._seen)
 
     def _require(self, sound: "bool | np.bool_") -> None:
         if not sound:
@@ -332,3 +388,14 @@ class _Walk:
         numbers = np.frombuffer(data, "<i8", count, 8)
         self._require((numbers[1:] < numbers[:-1]).all())
         self._claim(numbers)
+
+
+def _listed(page: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Key and data of the nodes that a leaf lists; what was deleted may still lie on it, in front of them."""
+    lower, upper = struct.unpack_from("<HH", page, 12) if len(page) >= _HEADER else (0, 0)
+    for at in memoryview(page)[_HEADER : max(_HEADER, min(lower, upper, len(page)) // 2 * 2)].cast("H"):
+        if upper <= at <= len(page) - _NODE:
+            size, more, flags, key_size = _NODE_HEAD.unpack_from(page, at)
+            middle = at + _NODE + key_size
+            if not (more or flags) and middle + size <= len(page):
+                yield page[at + _NODE : middle], page[middle : middle + size]

@@ -1,12 +1,11 @@
 """Rebuilding an index from what is whole in it, for the one process that has the directory open.
 
-Entries whose seals are broken are left out, a key that no longer stands where it belongs among them; so are the paths
-by which LMDB finds keys. Which pages are free follows from the records, and what dead writers held is free as well.
+It is read without LMDB, entry by entry: those whose seals are whole count, wherever they stand. Which pages are free
+follows from the records, and what dead writers held is free as well.
 """
 
 import os
 import shutil
-from array import array
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from kvtier.nvme.checking import free_runs
+from kvtier.nvme.checking import Survey, free_runs, survey
 from kvtier.nvme.directory import Directory
 from kvtier.nvme.extents import PAGE
 from kvtier.nvme.index import Index
-from kvtier.nvme.ledger import DATABASES, Ledger, State
-from kvtier.nvme.pages import check_pages
+from kvtier.nvme.ledger import DATABASES, Ledger, State, record_in
+from kvtier.nvme.pages import entries_of, whole_entries
 
-__all__ = ["Rebuilt", "rebuild_index", "replace_index"]
+__all__ = ["Rebuilt", "rebuild_free", "rebuild_index", "replace_index"]
 
 _BATCH = 4096
 _Made = TypeVar("_Made")
@@ -34,12 +33,12 @@ class Rebuilt(NamedTuple):
     lost: int
 
 
-def replace_index(path: Path, make: Callable[[Index, Path], _Made]) -> _Made:
+def replace_index(path: Path, make: Callable[[Path], _Made]) -> _Made:
     """Put another index in the place of a directory's; nobody may have it open, and it stays if anything fails.
 
     Args:
         path: the directory.
-        make: given the index, opened to look only, and an empty directory, it makes one there and synchronises it.
+        make: makes the other one in the directory that it is given, and synchronises it.
 
     Returns:
         What `make` did.
@@ -51,11 +50,7 @@ def replace_index(path: Path, make: Callable[[Index, Path], _Made]) -> _Made:
     shutil.rmtree(fresh, ignore_errors=True)  # of one that was killed
     try:
         fresh.mkdir()
-        index = Index(there, None, durable=False, writable=False)
-        try:
-            made = make(index, fresh)
-        finally:
-            index.close()
+        made = make(fresh)
         (fresh / "data.mdb").replace(there / "data.mdb")
         (there / "lock.mdb").unlink(missing_ok=True)
         _sync(there)
@@ -76,44 +71,66 @@ def rebuild_index(directory: Directory) -> Rebuilt:
     """Make the index anew from its whole entries.
 
     Raises:
-        DamagedIndex: LMDB cannot read it.
+        DamagedIndex: nothing can be made of it.
         OSError, TierFull: the disk has no room for it.
     """
-    # LMDB is about to read all of it.
-    check_pages(directory.path / "index" / "data.mdb", DATABASES)
+    data_file = directory.path / "index" / "data.mdb"
+    told = entries_of(data_file, DATABASES[0])
     files = sum(file.stat().st_size for file in directory.path.glob("seg-*.kv"))
-    return replace_index(directory.path, lambda old, path: _rebuild(old, path, files // PAGE))
+    kept = replace_index(directory.path, lambda path: _rebuild(data_file, path, files // PAGE))
+    return Rebuilt(kept, max(0, (told or kept) - kept))
 
 
-def _rebuild(old: Index, path: Path, pages: int) -> Rebuilt:
-    with old.read(otherwise=State(pages, pages)) as source:
-        index = Index(path, source.total, durable=False)
-        try:
-            _fill(index, source)
-            index.flush()
-            with index.read() as ledger:
-                return Rebuilt(ledger.blocks, source.blocks - ledger.blocks)
-        finally:
-            index.close()
-
-
-def _fill(index: Index, source: Ledger) -> None:
-    with index.write() as ledger:
-        names = ledger.take_names(source)
-        ledger.meter = source.meter
-        ledger.state = State(source.total, source.prepared)
-    used = array("I")
-    records = source.records()
-    while batch := list(islice(records, _BATCH)):
+def _rebuild(data_file: Path, path: Path, pages: int) -> int:
+    """Make it in `path`; returns how many records it has. `pages`: as many as there are, if it does not say."""
+    index = Index(path, pages, durable=False)
+    try:
         with index.write() as ledger:
-            for key, record in batch:
-                if names.issuperset(record.names) and not ledger.present([key])[0]:
+            ledger.state = State(pages, pages)
+        rest, referred = _copy_records(data_file, index)
+        with index.write() as ledger:
+            unnamed = referred - ledger.adopt(rest)
+            if unnamed:
+                _drop_unnamed(ledger, unnamed)
+            seen = survey(ledger)
+            ledger.prepared = max(ledger.prepared, int(seen.used.sum(axis=1, dtype=np.int64).max(initial=0)))
+            ledger.total = max(ledger.total, ledger.prepared)
+            rebuild_free(ledger, seen._replace(state=ledger.state))
+        index.flush()
+        return seen.blocks
+    finally:
+        index.close()
+
+
+def _copy_records(data_file: Path, index: Index) -> tuple[dict[bytes, bytes], set[tuple[bytes, int]]]:
+    """Copy all records; returns the other entries, and the names that records refer to."""
+    rest: dict[bytes, bytes] = {}
+    referred: set[tuple[bytes, int]] = set()
+    entries = whole_entries(data_file)
+    while batch := list(islice(entries, _BATCH)):
+        with index.write() as ledger:
+            for key, value in batch:
+                record = record_in(key, value)
+                if record is None:
+                    rest[key] = value
+                elif not ledger.present([key])[0]:
                     ledger.insert(key, record)
-                    for extent in record.extents:
-                        used.extend(extent)
-    table = np.frombuffer(used, np.uint32).reshape(-1, 2)
-    end = int(table.sum(axis=1, dtype=np.int64).max(initial=0))
-    with index.write() as ledger:
-        ledger.prepared = max(ledger.prepared, end)
-        ledger.total = max(ledger.total, ledger.prepared)
-        ledger.free.replace(free_runs([table], ledger.prepared))
+                    referred.update(record.names)
+    return rest, referred
+
+
+def _drop_unnamed(ledger: Ledger, names: set[tuple[bytes, int]]) -> None:
+    """Drop the records that refer to these names, which are lost."""
+    for key, record in list(ledger.records()):
+        if not names.isdisjoint(record.names):
+            ledger.drop(key, record)
+
+
+def rebuild_free(ledger: Ledger, seen: Survey) -> int:
+    """Make free what nothing owns, and store the sums of the entries; returns how many pages were leaked."""
+    free = free_runs([seen.used, seen.held, seen.preparing], seen.state.prepared)
+    before = int(seen.free[:, 1].sum(dtype=np.int64))
+    ledger.free.replace(free)
+    ledger.state = seen.sums
+    ledger.lost = 0
+    return max(0, sum(extent.pages for extent in free) - before)

@@ -9,10 +9,11 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.nvme.checking import Survey, damaged_blocks, free_runs, survey
+from kvtier.nvme.checking import Survey, damaged_blocks, survey
 from kvtier.nvme.io import BlockIO
 from kvtier.nvme.ledger import Ledger, Record
 from kvtier.nvme.opening import Opened
+from kvtier.nvme.rebuilding import rebuild_free
 from kvtier.nvme.space import DROPS
 
 __all__ = ["repair_directory"]
@@ -39,7 +40,7 @@ def repair_directory(opened: Opened, blocks: BlockIO) -> dict[str, int]:
     overlapping = _drop_overlapping(opened)
     with opened.index.write() as ledger:
         rows = _restore_rows(opened, ledger, survey(ledger))
-        pages = _rebuild_free(ledger, survey(ledger))
+        pages = rebuild_free(ledger, survey(ledger))
     return {
         "dropped_damaged": altered,
         "dropped_corrupt": corrupt,
@@ -90,13 +91,3 @@ def _restore_rows(opened: Opened, ledger: Ledger, seen: Survey) -> int:
     refs = [ledger.ref(key, record) for key, record in found]
     opened.recency.fill(ledger, rows, refs, [None] * len(rows))
     return len(found)
-
-
-def _rebuild_free(ledger: Ledger, seen: Survey) -> int:
-    """Make free what nothing owns, and store the sums of the entries; returns how many pages were leaked."""
-    free = free_runs([seen.used, seen.held, seen.preparing], seen.state.prepared)
-    before = int(seen.free[:, 1].sum(dtype=np.int64))
-    ledger.free.replace(free)
-    ledger.state = seen.sums
-    ledger.lost = 0
-    return max(0, sum(extent.pages for extent in free) - before)

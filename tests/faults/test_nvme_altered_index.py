@@ -205,6 +205,32 @@ def test_an_altered_key_costs_one_block(made: World, tmp_path: Path) -> None:
     assert set(tried) == {(0, 0), (1, 1), (0, 1)}
 
 
+def _holds(world: World, name: str, page: bytes) -> set[bytes]:
+    """Keys of the database's entries that lie on a page."""
+    return {key for key, data in world.entries(name) if key + data in page}
+
+
+def test_a_damaged_page_costs_what_lies_on_it(made: World, tmp_path: Path) -> None:
+    compact(_restored(made, tmp_path / "compact").path)
+    packed = made._replace(path=tmp_path / "compact")
+    data_file = packed.path / "index" / "data.mdb"
+    sound, costs = data_file.read_bytes(), list[int]()
+    for start in range(2 * 4096, len(sound), 4096):
+        page = sound[start : start + 4096]
+        # Without names there are no blocks.
+        mine = _keys(made) if _holds(packed, "names", page) else _holds(packed, "blk", page)
+        for damaged in (bytes(4096), _flipped(page, 0, 2), _flipped(page, 13, 0), _flipped(page, 17, 3)):
+            world, metrics = _restored(packed, tmp_path / "n"), Metrics()
+            (world.path / "index" / "data.mdb").write_bytes(sound[:start] + damaged + sound[start + 4096 :])
+            with world.opened(metrics) as tier:
+                lost = _keys(world) - _found(tier, world)
+                assert lost <= mine
+                assert metrics.value("evicted_blocks_total", tier="nvme", reason="damaged_entry") == len(lost)
+                _assert_sound(tier)
+            costs.append(len(lost))
+    assert costs.count(0) > len(costs) // 2
+
+
 def _places(data: bytes, key: bytes) -> list[int]:
     return [at for at in range(len(data)) if data.startswith(key, at)]
 

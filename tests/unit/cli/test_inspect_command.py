@@ -169,7 +169,7 @@ def test_keys_out_of_order_are_found_and_repaired(path: Path, run: Any, capsys: 
     data_file = path / "index" / "data.mdb"
     data_file.write_bytes(data_file.read_bytes().replace(key, b"\0" + key[1:]))
     assert main(["inspect", str(path), "--verify"]) == 1
-    assert "what is whole of that is kept when it is opened next" in capsys.readouterr().err
+    assert "out of order; what is whole of it is kept when it is opened next" in capsys.readouterr().err
     row = run(path, "--repair", "--verify")
     assert "out of order" in row["rebuilt"]
     assert (row["blocks"], row["sound"]) == (16 - row["dropped_damaged"], True)
@@ -318,7 +318,12 @@ class TestRefusals:
     def test_an_index_that_cannot_be_trusted(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         os.truncate(path / "index" / "data.mdb", 3 * 4096)
         before = _files(path)
+        assert "has damaged pages; what is whole" in self._refused(capsys, str(path), "--verify", code=1)
+        meta = path / "META.json"
+        sound = meta.read_text()
+        meta.write_text(json.dumps(json.loads(sound) | {"clean": False, "boot_id": "another"}))
         assert "starts empty when it is opened next" in self._refused(capsys, str(path), "--verify", code=1)
+        meta.write_text(sound)
         assert _files(path) == before
         with maintain(path):
             pass

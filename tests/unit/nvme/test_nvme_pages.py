@@ -15,8 +15,8 @@ import pytest
 
 from kvtier.nvme.extents import Extent
 from kvtier.nvme.index import Index
-from kvtier.nvme.ledger import DATABASES, Record, State
-from kvtier.nvme.pages import DamagedIndex, check_pages, missing_bytes
+from kvtier.nvme.ledger import DATABASES, Record, State, record_in
+from kvtier.nvme.pages import DamagedIndex, check_pages, entries_of, missing_bytes, whole_entries
 
 _PAGE = 4096
 _TRIED = """if True:
@@ -188,6 +188,32 @@ def test_whatever_happens_to_pages_kills_nobody(
     assert found.count("damaged") >= 8
     # A page that was free is no loss; a header's or a record's bits are found, or change no more than records.
     assert all(count == "damaged" or 1690 <= int(count) <= 1700 for count in found)
+
+
+@pytest.mark.parametrize("damage", [_zeroed, _scribbled, _swapped, _flipped_in_headers, _flipped])
+def test_what_is_whole_is_found_and_nothing_that_was_deleted(
+    tmp_path: Path, sound: bytes, damage: Callable[[bytearray, random.Random], None]
+) -> None:
+    here, data_file = set(_keys(1700)), tmp_path / "data.mdb"
+    data_file.write_bytes(sound)
+    assert {key for key, value in whole_entries(data_file) if record_in(key, value)} == here
+    assert entries_of(data_file, "blk") == 1700
+    hopeless = 0
+    for seed in range(60):
+        data = bytearray(sound)
+        damage(data, random.Random(seed))
+        data_file.write_bytes(data)
+        try:
+            found = {key for key, value in whole_entries(data_file) if record_in(key, value)}
+        except DamagedIndex:
+            hopeless += 1
+            continue
+        assert found <= here
+        # At most 8 bytes are changed, each on a page of at most 48 records.
+        assert len(found) >= 1700 - (8 * 48 if damage is _flipped else 2 * 48)
+        assert entries_of(data_file, "blk") in (None, 1700)
+    # Where neither the pages that say what is in use can be read, nor the trees.
+    assert hopeless < 15
 
 
 def test_a_page_that_is_free_and_in_use(tmp_path: Path, sound: bytes) -> None:
