@@ -232,9 +232,8 @@ def compact(path: Path) -> tuple[int, int]:
             others = len(directory.others())
             if others:
                 raise TierUnavailable(f"{path} is open in {others} other processes: close them before --compact")
-            return replace_index(path, lambda fresh: _compact(path, fresh)), (
-                path / "index" / "data.mdb"
-            ).stat().st_size
+            before = replace_index(path, lambda fresh: _compact(path, fresh))
+            return before, (path / "index" / "data.mdb").stat().st_size
     except OSError as error:
         raise TierUnavailable(f"{path} cannot be compacted ({error}): free some disk space") from error
     finally:

@@ -151,10 +151,15 @@ def _open_alone(
     """
     try:
         reason = _make_safe(directory, thorough=thorough)
-        if not reason:
-            return _open_parts(directory, total, options, counts, alone=True)
     except CorruptObject as error:
         reason = str(error)
+    if not reason:
+        try:
+            return _open_parts(directory, total, options, counts, alone=True)
+        except CorruptObject as error:
+            reason = str(error)
+            # It may have been made anew, and not have got its rows.
+            (directory.path / "recency.bin").unlink(missing_ok=True)
     rebuilt = rebuild_index(directory)
     _log.error("%s has a rebuilt index, %d blocks kept, %d lost: %s", directory.path, *rebuilt, reason)
     counts.failed("open", reason)
@@ -164,13 +169,13 @@ def _open_alone(
 
 
 def _make_safe(directory: Directory, *, thorough: bool) -> str:
-    """See to it that LMDB can open its file; for the one process that has it open.
+    """See to it that LMDB can open its file, and that there is sense in it; for the one process that has it open.
 
     Returns:
         Why it must be rebuilt before anything else; "" if nothing speaks for it.
 
     Raises:
-        DamagedIndex: LMDB would fail on it, or die.
+        DamagedIndex: LMDB would fail on it, or die; or entries that are no records were altered.
     """
     data_file = directory.path / "index" / "data.mdb"
     reason = FOUND_DAMAGED if directory.meta.damaged else ""
@@ -181,6 +186,13 @@ def _make_safe(directory: Directory, *, thorough: bool) -> str:
         # Free pages only. They are not read before they are written, but what is mapped should be there.
         with data_file.open("r+b") as file:
             file.truncate(data_file.stat().st_size + missing)
+    if not reason and data_file.exists():
+        index = Index(data_file.parent, None, durable=False)
+        try:
+            with index.read() as ledger:
+                ledger.require_whole()
+        finally:
+            index.close()
     return reason
 
 
@@ -220,15 +232,9 @@ def _open_segments(directory: Directory, counts: Counts) -> Segments:
 
 
 def _settle(opened: Opened, total: int | None, *, alone: bool) -> None:
-    """Bring holds of the dead, the capacity and the recency rows in order.
-
-    Raises:
-        CorruptObject: the index has to be rebuilt.
-    """
+    """Bring holds of the dead, the capacity and the recency rows in order."""
     directory, space, index = opened.directory, opened.space, opened.index
     with index.read() as ledger:
-        if alone:
-            ledger.require_whole()
         writers = ledger.writers()
         current = ledger.total
     space.reclaim_from(directory.dead(writers))

@@ -1,6 +1,7 @@
 """Bytes of the NVMe index that change while nobody looks: at most the one record is lost, and it is counted."""
 
 import contextlib
+import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -286,6 +287,22 @@ def test_a_namespace_that_nothing_names_is_lost_and_no_other(made: World, tmp_pa
     assert _repair(world) == len(mine)
     with world.opened() as tier:
         assert _found(tier, world) == _keys(world) - mine
+
+
+def test_rows_are_there_after_a_power_loss_that_altered_an_entry(made: World, tmp_path: Path) -> None:
+    world = _restored(made, tmp_path / "n")
+    meta = world.path / "META.json"
+    stopped = {"clean": False, "durable": True, "boot_id": "another"}
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | stopped))
+    with world.changed("free") as txn:
+        key, data = next(iter(txn.cursor()))
+        txn.put(key, _flipped(data, 1, 1))
+    with world.opened() as tier:
+        _assert_sound(tier)
+        assert _found(tier, world) == _keys(world)
+        for seed in range(40):
+            put(tier, chain_refs(16, seed=100 + seed), 4096)
+        assert _found(tier, world) == set()
 
 
 # ---- while it is open
