@@ -5,15 +5,22 @@ from typing import NamedTuple
 
 __all__ = ["PROBES", "ROWS", "Row"]
 
+ALTERED = "tests/faults/test_nvme_altered_index.py::"
+BEHAVIOUR = "tests/unit/nvme/test_nvme_behaviour.py::"
 CONNECTOR = "tests/unit/connector/test_scheduler_half.py::"
 DISK = "tests/faults/test_fault_disk.py::"
 ENGINE = "tests/faults/test_fault_engine.py::"
 FAULTS = "tests/faults/test_fault_injection.py::"
 LOADS = "tests/faults/test_connector_engine.py::"
 NAMES = "tests/faults/test_fault_names.py::"
+NVME_DISK = "tests/faults/test_nvme_disk_faults.py::"
+OPENING = "tests/unit/nvme/test_nvme_opening.py::"
 PARTS = "tests/faults/test_fault_parts.py::"
 PRESENCE = "tests/faults/test_fault_presence.py::"
+RECENCY = "tests/unit/nvme/test_nvme_recency.py::TestHints::"
+REMOVALS = "tests/faults/test_store_removals.py::"
 SCHEDULER = "tests/unit/engine/test_scheduler.py::"
+SEMANTICS = "tests/unit/store/test_store_semantics.py::"
 
 EVENTS = "tests/unit/events/test_event_stream.py::"
 FOLD = "tests/property/test_event_fold.py::"
@@ -158,6 +165,35 @@ ROWS = (
             EVENTS + "test_a_slow_subscriber_loses_messages_sees_it_and_ends_up_right",
             EVENTS + "test_another_publisher_at_the_same_place_is_noticed",
             FOLD + "test_what_nvme_tells_adds_up",
+        ),
+    ),
+    Row(
+        "blocks that were deleted or cleared come back",
+        (
+            SEMANTICS + "test_what_is_deleted_on_its_way_down_does_not_come_back",
+            SEMANTICS + "test_what_is_deleted_on_its_way_up_does_not_come_back",
+            SEMANTICS + "test_who_joined_a_load_of_blocks_that_are_deleted_does_not_bring_them_back",
+            SEMANTICS + "test_a_lease_does_not_bring_back_what_was_deleted",
+            REMOVALS + "test_a_use_in_the_midst_of_a_removal_does_not_bring_blocks_back",
+            REMOVALS + "test_what_was_being_leased_does_not_come_back",
+            REMOVALS + "test_what_its_only_writer_removed_is_nowhere_whatever_others_do",
+        ),
+    ),
+    Row(
+        "a removal is reported done by a store of which one tier keeps the blocks",
+        (
+            REMOVALS + "test_a_tier_that_keeps_blocks_is_named_and_the_others_have_none",
+            REMOVALS + "test_what_is_still_being_written_is_not_gone",
+            REMOVALS + "test_a_tier_with_a_defect_has_not_cleared",
+        ),
+    ),
+    Row(
+        "a time to live, or a hint, takes a prefix away from under what builds on it",
+        (
+            RECENCY + "test_a_ttl_that_is_given_later_prolongs_and_never_shortens",
+            RECENCY + "test_a_child_without_ttl_keeps_its_parent",
+            RECENCY + "test_nothing_goes_before_what_builds_on_it_whatever_hints_say",
+            "tests/unit/nvme/test_nvme_priorities.py::test_nothing_goes_before_what_builds_on_it",
         ),
     ),
     Row("back-pressure is invisible", (FAULTS + "test_writers_on_a_slow_disk_fill_a_bounded_queue",)),
@@ -335,7 +371,7 @@ ROWS = (
     Row(
         "disk grows past its limit: files of earlier runs are not counted",
         (
-            "tests/unit/nvme/test_nvme_opening.py::TestAnotherCapacity::test_smaller_converges_below_it",
+            OPENING + "TestAnotherCapacity::test_smaller_converges_below_it",
             PRESENCE + "test_the_disk_never_has_more_than_its_budget_over_restarts",
         ),
         probe="restart",
@@ -402,11 +438,49 @@ ROWS = (
     ),
     Row("the device has a bad page", (DISK + "test_one_bad_page_costs_one_block_and_its_descendants",)),
     Row(
+        "an entry of the index is altered: a store that believes it serves other bytes, or gives up all the rest",
+        (
+            ALTERED + "test_an_altered_record_is_one_miss_and_counted",
+            ALTERED + "test_an_altered_record_is_repaired",
+            ALTERED + "test_an_altered_key_costs_one_block",
+            ALTERED + "test_a_damaged_page_costs_what_lies_on_it",
+            ALTERED + "test_no_other_altered_entry_costs_a_block",
+            ALTERED + "test_a_namespace_that_nothing_names_is_lost_and_no_other",
+            ALTERED + "test_eviction_goes_on_where_a_record_was_altered",
+            ALTERED + "test_what_was_altered_beside_the_records_refuses_until_it_is_opened_again",
+        ),
+    ),
+    Row(
         "the index on disk is damaged: a store that believes its pages dies with the process",
         (
             "tests/unit/nvme/test_nvme_pages.py::test_whatever_happens_to_pages_kills_nobody",
             "tests/unit/nvme/test_nvme_pages.py::test_truncated_at_every_page",
-            "tests/unit/nvme/test_nvme_opening.py::TestDamagedIndex",
+            "tests/unit/nvme/test_nvme_pages.py::test_what_is_whole_is_found_and_nothing_that_was_deleted",
+            OPENING + "TestDamagedIndex",
+        ),
+    ),
+    Row(
+        "a process that dies in the midst of a look-up makes the index grow for ever",
+        (NVME_DISK + "test_a_process_that_dies_in_the_midst_of_a_look_up_does_not_make_the_index_grow",),
+    ),
+    Row(
+        "after a power loss commits that were acknowledged are missing, or blocks stay that nothing evicts",
+        (
+            OPENING + "TestAfterTheMachineStopped",
+            BEHAVIOUR + "test_durable_syncs_bytes_before_the_index_names_them",
+            BEHAVIOUR + "test_durable_commits_wait_for_the_page_that_makes_them_count",
+            NVME_DISK + "test_a_failing_sync_drops_the_commit_and_keeps_the_rest",
+            NVME_DISK + "test_who_finds_nothing_to_synchronise_waits_for_who_is_at_it",
+        ),
+        "a power loss is played by another boot id and files that were not written back",
+    ),
+    Row(
+        "a forked child waits for threads that it does not have, or damages what its parent holds",
+        (
+            OPENING + "test_a_forked_child_gets_an_error_and_harms_nobody",
+            NVME_DISK + "test_a_child_of_fork_keeps_no_lock_alive",
+            "tests/faults/test_store_faults.py::test_a_child_of_fork_waits_for_nobody",
+            "tests/unit/nvme/test_nvme_index.py::test_no_use_across_a_fork",
         ),
     ),
     Row("the directory becomes read-only", (DISK + "test_a_directory_that_became_read_only_is_refused_in_one_line",)),

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.errors import ConfigError, TierUnavailable
+from kvtier.errors import ConfigError
 from kvtier.keys import namespace_digest
 from kvtier.nvme.checking import FAULTS
 from kvtier.nvme.inspection import Look, compact, look, maintain
@@ -52,12 +52,8 @@ def inspect(  # noqa: PLR0913  one parameter per option
 def _put_in_order(path: Path, *, repair: bool, clear: bool, namespace: str | None) -> dict[str, int | str]:
     chosen = None if namespace is None else _namespace(path, namespace)
     row: dict[str, int | str] = {}
-    try:
-        with look(path):
-            pass
-    except TierUnavailable as error:
-        row["started_empty"] = str(error)
     with maintain(path) as opened:
+        row |= opened.opening()
         if repair:
             row |= opened.repair()
         if clear:

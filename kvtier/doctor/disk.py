@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvtier.config import NvmeSettings
 from kvtier.doctor.findings import Finding, Subject, ok, problem, shown_size, warning
 from kvtier.errors import TierUnavailable
-from kvtier.nvme.directory import read_meta, strangers
+from kvtier.nvme.directory import FOUND_DAMAGED, read_meta, strangers
 from kvtier.nvme.index import map_bytes_for
 from kvtier.nvme.segments import disk_free, takes_direct_io
 
@@ -101,6 +101,12 @@ def _left_behind(path: Path) -> Finding:
             "directory",
             f"{path} starts empty: {meta.untrusted}",
             "nothing to do; tiering.nvme.durable = true keeps blocks across power losses",
+        )
+    if meta.damaged:
+        return warning(
+            "directory",
+            f"{path}: {FOUND_DAMAGED}",
+            "nothing to do: what is whole of it is kept when it is opened next; test the disk and the memory",
         )
     return ok("directory", f"{path} can be written and holds blocks of an earlier run")
 

@@ -22,9 +22,9 @@ from kvtier.nvme.recency import HEAD_BYTES, Recency
 from kvtier.nvme.segments import aligned_buffer
 from kvtier.tiers import checksum_head
 
-__all__ = ["FAULTS", "Survey", "check_directory", "damaged_blocks", "survey"]
+__all__ = ["FAULTS", "Survey", "check_directory", "damaged_blocks", "free_runs", "survey"]
 
-FAULTS = ("leaked_pages", "overlaps", "wrong_sums", "lost_rows", "corrupt")
+FAULTS = ("damaged_entries", "leaked_pages", "overlaps", "wrong_sums", "lost_rows", "corrupt")
 """Counts of `check_directory` that are zero in a sound directory."""
 
 _READ_PAGES = 1024
@@ -97,12 +97,16 @@ def check_directory(
     Returns:
         blocks; orphaned, those whose parent is gone (they go first); total, used, free, reserved, preparing,
         unprepared pages; dead_holds, of no living writer: reclaimed when the directory is opened next, or space is
-        short. And, all zero in a sound directory: leaked_pages, owned by nothing; overlaps, pages owned twice (or
-        beyond the end); wrong_sums, kept sums that are not those of the entries; lost_rows, records that recency
-        does not know. With `verify`: verified and corrupt blocks.
+        short. And, all zero in a sound directory: damaged_entries, records that were altered; leaked_pages, owned by
+        nothing; overlaps, pages owned twice (or beyond the end); wrong_sums, kept sums that are not those of the
+        entries; lost_rows, records that recency does not know. With `verify`: verified and corrupt blocks.
+
+    Raises:
+        DamagedIndex: other entries were altered.
     """
     with index.read() as ledger:
         seen = survey(ledger)
+        damaged = len(ledger.broken)
         lost_rows = len(recency.strangers(seen.rows, seen.heads))
     with directory.exclusive():
         dead = directory.dead(seen.writers)
@@ -120,6 +124,7 @@ def check_directory(
         "total_pages": state.total,
         **counts,
         "dead_holds": sum(writer in dead for writer in seen.writers),
+        "damaged_entries": damaged,
         "leaked_pages": state.total - sum(counts.values()),
         "overlaps": _overlaps([seen.used, seen.held, seen.preparing, seen.free], state.prepared),
         "wrong_sums": sum(found != said for found, said in zip(sums, state, strict=True)),
@@ -169,6 +174,16 @@ def _damaged(index: Index, blocks: BlockIO, window: Sequence[tuple[bytes, Record
             # What another process dropped meanwhile may have its pages reused.
             if checksum != record.checksum and ledger.get(key) == record:
                 yield key, record
+
+
+def free_runs(tables: Sequence[NDArray[np.uint32]], prepared: int) -> list[Extent]:
+    """What of the first `prepared` pages belongs to none of these extents, [n, 2] first page and pages each."""
+    every = np.concatenate(tables).astype(np.int64)
+    every = every[np.argsort(every[:, 0])]
+    ends = np.append(0, np.maximum.accumulate(every.sum(axis=1)))
+    gaps = np.append(np.minimum(every[:, 0], prepared), prepared) - ends
+    found = np.flatnonzero(gaps > 0)
+    return list(map(Extent, ends[found].tolist(), gaps[found].tolist()))
 
 
 def _table(extents: Sequence[Extent]) -> NDArray[np.uint32]:

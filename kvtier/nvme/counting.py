@@ -44,6 +44,12 @@ class Counts:
         """Blocks that had to go."""
         self.metrics.evicted_blocks.labels(self.name, reason).inc(blocks)
 
+    def altered(self, blocks: int) -> None:
+        """Blocks whose records were altered, and dropped for it."""
+        if blocks:
+            self.evicted("damaged_entry", blocks)
+            self.add(self.metrics.corrupt_blocks, blocks)
+
     def failed(self, operation: str, error: Exception | str) -> None:
         """An error that degrades to a miss or a drop."""
         self.metrics.errors.labels(self.name, operation).inc()

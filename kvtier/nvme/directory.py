@@ -27,9 +27,11 @@ from pathlib import Path
 from kvtier.errors import ConfigError, TierUnavailable
 from kvtier.nvme.extents import PAGE
 
-__all__ = ["FORMAT_VERSION", "Directory", "Meta", "boot_id", "read_meta", "strangers"]
+__all__ = ["FORMAT_VERSION", "FOUND_DAMAGED", "Directory", "Meta", "boot_id", "read_meta", "strangers"]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+FOUND_DAMAGED = "its index was found damaged"
+"""What `Meta.damaged` means."""
 
 _NAMES = frozenset({"LOCK", "META.json", "META.json.new", "index", "locks", "recency.bin"})
 _PREFIXES = ("seg-", "probe-")
@@ -67,7 +69,8 @@ def boot_id() -> str:
 class Meta:
     """What META.json says.
 
-    durable: every writer since the last clean close synchronised its commits. index: what the index's file was then.
+    durable: every writer since the last clean close synchronised its commits. damaged: the index failed whoever had it
+    open. index: what the index's file was at the last clean close.
     """
 
     version: int
@@ -87,8 +90,6 @@ class Meta:
     @property
     def untrusted(self) -> str:
         """Why the directory must start empty; "" if it need not. Only meaningful if nobody else has it open."""
-        if self.damaged:
-            return "its index was found damaged"
         if self.interrupted and not self.durable:
             return "the machine was restarted while it was open, and it was not opened as durable"
         return ""
@@ -251,7 +252,8 @@ class Directory:
             fcntl.flock(self._writer_fd, fcntl.LOCK_EX)
             _writers.add(self)
         durable = durable and (self.meta.clean or self.meta.durable)
-        self._store(replace(self.meta, boot_id=boot_id(), clean=False, durable=durable))
+        # Whoever gets as far as this has seen to the damage.
+        self._store(replace(self.meta, boot_id=boot_id(), clean=False, durable=durable, damaged=False))
 
     def leave(self, *, clean: bool, damaged: bool = False) -> None:
         """Stop living as a writer; the last one leaves the directory clean, if it could write everything down."""

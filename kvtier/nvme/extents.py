@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kvtier.errors import CorruptObject
+from kvtier.nvme.seals import seal, unsealed
 
 __all__ = ["MAX_FRAGMENTS", "PAGE", "Extent", "FreeMap", "merged", "pages_for"]
 
@@ -59,6 +60,9 @@ class FreeMap:
 
     Args:
         txn: an open transaction. db: the database `free`.
+
+    Raises:
+        CorruptObject: by any verb that meets an entry which was altered.
     """
 
     __slots__ = ("_db", "_txn")
@@ -71,10 +75,10 @@ class FreeMap:
         """Free runs in address order, at most `limit`."""
         found: list[Extent] = []
         with self._txn.cursor(self._db) as cursor:
-            for key, value in cursor:
+            for key, data in cursor:
                 if len(found) == limit:
                     break
-                found.append(Extent(*_PAGE.unpack(key), *_PAGE.unpack(value)))
+                found.append(_run(key, data))
         return found
 
     def add(self, extents: Iterable[Extent]) -> None:
@@ -96,7 +100,11 @@ class FreeMap:
             pages += after.pages
         if before is not None and before.end == page:
             page, pages = before.page, before.pages + pages
-        self._txn.put(_PAGE.pack(page), _PAGE.pack(pages), db=self._db)
+        self._put(page, pages)
+
+    def _put(self, page: int, pages: int) -> None:
+        key = _PAGE.pack(page)
+        self._txn.put(key, seal(key, _PAGE.pack(pages)), db=self._db)
 
     def _neighbours(self, page: int) -> tuple[Extent | None, Extent | None]:
         with self._txn.cursor(self._db) as cursor:
@@ -113,8 +121,8 @@ class FreeMap:
         seen: list[Extent] = []
         total = 0
         with self._txn.cursor(self._db) as cursor:
-            for key, value in cursor:
-                run = Extent(*_PAGE.unpack(key), *_PAGE.unpack(value))
+            for key, data in cursor:
+                run = _run(key, data)
                 if run.pages >= least:
                     seen, total = [run], run.pages
                     break
@@ -134,13 +142,13 @@ class FreeMap:
             return
         self._txn.delete(_PAGE.pack(run.page), db=self._db)
         if rest.pages:
-            self._txn.put(_PAGE.pack(rest.page), _PAGE.pack(rest.pages), db=self._db)
+            self._put(rest.page, rest.pages)
 
     def replace(self, extents: Sequence[Extent]) -> None:
         """Know these runs, which are not adjacent, as the free ones, and no others."""
         self._txn.drop(self._db, delete=False)
         for page, pages in extents:
-            self._txn.put(_PAGE.pack(page), _PAGE.pack(pages), db=self._db)
+            self._put(page, pages)
 
     def cut(self, total: int) -> None:
         """Forget free pages from `total` on."""
@@ -150,8 +158,12 @@ class FreeMap:
             self._shorten(run, Extent(run.page, max(0, total - run.page)))
 
 
+def _run(key: bytes, data: bytes) -> Extent:
+    return Extent(*_PAGE.unpack(key), *_PAGE.unpack(unsealed(key, data)))
+
+
 def _at(cursor: Any) -> Extent:
-    return Extent(*_PAGE.unpack(cursor.key()), *_PAGE.unpack(cursor.value()))
+    return _run(cursor.key(), cursor.value())
 
 
 def _largest(runs: Sequence[Extent], pages: int) -> list[Extent]:

@@ -21,7 +21,8 @@ from typing import Any
 import lmdb
 
 from kvtier.errors import CorruptObject, TierError, TierFull, TierUnavailable
-from kvtier.nvme.ledger import DATABASES, Ledger, Names
+from kvtier.nvme.ledger import DATABASES, Ledger
+from kvtier.nvme.names import Names
 from kvtier.nvme.pages import DamagedIndex
 
 __all__ = ["Index", "map_bytes_for"]
@@ -170,7 +171,7 @@ class Index:
             self.damaged = True
             return DamagedIndex(
                 f"the index {self._path} is damaged ({error}): close every process that uses it and reopen, "
-                "which starts it empty"
+                "which keeps what is whole"
             )
         if isinstance(error, lmdb.DiskError) or any(os.strerror(code) in str(error) for code in _FULL_ERRNOS):
             return TierFull(f"the index {self._path} cannot be written: {error}")

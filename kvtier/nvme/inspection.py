@@ -5,8 +5,6 @@ maintain   opens it as one more writer, which may drop records and reclaim pages
 compact    rewrites the index; nobody else may have the directory open
 """
 
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,13 +16,14 @@ from kvtier.keys import STORE_KEY_BYTES
 from kvtier.metrics import Metrics
 from kvtier.nvme.checking import check_directory
 from kvtier.nvme.counting import Counts
-from kvtier.nvme.directory import FORMAT_VERSION, Directory, read_meta
+from kvtier.nvme.directory import FORMAT_VERSION, FOUND_DAMAGED, Directory, read_meta
 from kvtier.nvme.extents import PAGE
 from kvtier.nvme.index import Index
 from kvtier.nvme.io import BlockIO
 from kvtier.nvme.ledger import DATABASES
 from kvtier.nvme.opening import NvmeOptions, Opened, close_directory, open_directory
 from kvtier.nvme.pages import DamagedIndex, check_pages
+from kvtier.nvme.rebuilding import replace_index
 from kvtier.nvme.recency import Recency
 from kvtier.nvme.repairing import repair_directory
 from kvtier.nvme.segments import Segments
@@ -120,7 +119,7 @@ def look(path: Path) -> Iterator[Look]:
 
     Raises:
         ConfigError: it is none of an NVMe tier, or of another format version.
-        TierUnavailable: its index is damaged, or cannot be trusted: it will start empty when it is opened.
+        TierUnavailable: its index is damaged, or cannot be trusted; the message says what becomes of it.
     """
     _require_directory(path)
     directory = Directory(path, PAGE)
@@ -141,16 +140,24 @@ def look(path: Path) -> Iterator[Look]:
 
 def _look_into(directory: Directory) -> Index:
     directory.load()
-    alone = not directory.others()
-    reason = directory.meta.untrusted if alone else ""
-    if alone and not reason:
-        try:
-            check_pages(directory.path / "index" / "data.mdb", DATABASES)
-        except DamagedIndex as error:
-            reason = str(error)
-    if reason:
-        raise TierUnavailable(f"{directory.path}: {reason}; it starts empty when it is opened next")
+    if not directory.others():
+        fate = _fate(directory)
+        if fate:
+            raise TierUnavailable(f"{directory.path}: {fate} when it is opened next, or by `kvtier inspect --repair`")
     return Index(directory.path / "index", None, durable=False, writable=False)
+
+
+def _fate(directory: Directory) -> str:
+    """What becomes of the index, and why; "" if nothing speaks against it."""
+    if directory.meta.untrusted:
+        return f"{directory.meta.untrusted}; it starts empty"
+    reason = FOUND_DAMAGED if directory.meta.damaged else ""
+    data_file = directory.path / "index" / "data.mdb"
+    try:
+        reason = reason if check_pages(data_file, DATABASES) else f"keys of {data_file} are out of order"
+    except DamagedIndex as error:
+        reason = str(error)
+    return f"{reason}; what is whole of it is kept" if reason else ""
 
 
 @contextmanager
@@ -173,9 +180,18 @@ class Maintenance:
     opened: Opened
     blocks: BlockIO
 
+    def opening(self) -> dict[str, str]:
+        """What it took to open the directory: nothing, or why it `started_empty`, or why its index was `rebuilt`."""
+        if not self.opened.reason:
+            return {}
+        return {"rebuilt" if self.opened.rebuilt else "started_empty": self.opened.reason}
+
     def repair(self) -> dict[str, int]:
-        """See `repair_directory`."""
-        return repair_directory(self.opened, self.blocks)
+        """See `repair_directory`; what was lost when it was opened counts, too."""
+        report = repair_directory(self.opened, self.blocks)
+        if self.opened.rebuilt:
+            report["dropped_damaged"] += self.opened.rebuilt.lost
+        return report
 
     def clear(self, ns: int | None = None) -> int:
         """Drop all blocks, or those of a namespace; returns how many."""
@@ -187,7 +203,7 @@ def maintain(path: Path) -> Iterator[Maintenance]:
     """Open a directory to put it in order. Others may have it open.
 
     Raises:
-        ConfigError, TierUnavailable: see `look`. What `look` says would start empty does so now.
+        ConfigError, TierUnavailable: see `look`. What `look` says would become of the index does so now.
     """
     _require_directory(path)
     counts = Counts(Metrics(), "nvme")
@@ -208,37 +224,26 @@ def compact(path: Path) -> tuple[int, int]:
         TierUnavailable: others have the directory open, or the index cannot be read.
     """
     with maintain(path):
-        pass  # what a dead writer held is reclaimed, and a damaged index starts empty
+        pass  # what a dead writer held is reclaimed, and a damaged index rebuilt
     directory = Directory(path, PAGE)
-    fresh = path / "index" / "compact"
     try:
         with directory.exclusive():
             # Nobody can open it before this is over.
             others = len(directory.others())
             if others:
                 raise TierUnavailable(f"{path} is open in {others} other processes: close them before --compact")
-            shutil.rmtree(fresh, ignore_errors=True)  # of one that was killed
-            fresh.mkdir()
-            index = Index(path / "index", None, durable=False, writable=False)
-            try:
-                before = index.nbytes()
-                index.compact_into(fresh)
-            finally:
-                index.close()
-            (fresh / "data.mdb").replace(path / "index" / "data.mdb")
-            (path / "index" / "lock.mdb").unlink(missing_ok=True)
-            _sync_directory(path / "index")
+            before = replace_index(path, lambda fresh: _compact(path, fresh))
             return before, (path / "index" / "data.mdb").stat().st_size
     except OSError as error:
         raise TierUnavailable(f"{path} cannot be compacted ({error}): free some disk space") from error
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
         directory.drop()
 
 
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _compact(path: Path, fresh: Path) -> int:
+    index = Index(path / "index", None, durable=False, writable=False)
     try:
-        os.fsync(fd)
+        index.compact_into(fresh)
+        return index.nbytes()
     finally:
-        os.close(fd)
+        index.close()

@@ -8,42 +8,47 @@ reserved    a writer's: its arena, what it writes, and what     database `resv`
 preparing   being zero-filled for their first use               database `resv`
 free        ready for use                                       database `free`
 unprepared  never used so far: all pages from `prepared` on     a number in `meta`
+
+Every value has a seal (`kvtier.nvme.seals`). A record whose seal is broken counts as absent wherever it is met, and is
+dropped by the next transaction that may. Its pages are nobody's until the index is rebuilt or repaired: what it says of
+them may be another's.
 """
 
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
-from kvtier.errors import CorruptObject, FormatMismatch
+from kvtier.errors import CorruptObject
 from kvtier.keys import STORE_KEY_BYTES, namespace_digest, namespace_index
 from kvtier.nvme.extents import PAGE, Extent, FreeMap, merged, pages_for
+from kvtier.nvme.names import FORMAT, NAMESPACE, Names, names_in
+from kvtier.nvme.seals import seal, unseal, unsealed
 from kvtier.policies import WriteMeter
 from kvtier.tiers import BlockRef
 
-__all__ = ["DATABASES", "Hold", "Ledger", "Names", "Record", "State"]
+__all__ = ["DATABASES", "Hold", "Ledger", "Record", "State", "record_in"]
 
 DATABASES = ("blk", "free", "resv", "names", "meta")
+"""The records first."""
 
 # page, nbytes, format, flags, depth, namespace, row, parent, checksum: 54 bytes
 _RECORD = struct.Struct("<I I B B i I I 16s 16s")
 # Only a record of several extents says how long each is: pages of the first, then the others.
 _PARTS = struct.Struct("<5I")
+_RECORD_SIZES = (_RECORD.size, _RECORD.size + _PARTS.size)
 _HOLD = struct.Struct("<16s B I")
 _STATE = struct.Struct("<5Q")
 _METER = struct.Struct("<3d")
 _PAGE = struct.Struct(">I")
-_ID = struct.Struct("<I")
-_FLAGS_AT, _ROW_AT = 9, 18
+_NUMBER = struct.Struct("<I")
+_SUMS, _METERED, _LOST = b"state", b"meter", b"dropped"
+_FLAGS_AT, _NS_AT, _ROW_AT = 9, 14, 18
 _EXACT, _HAS_PARENT, _SPLIT = 1, 2, 4
 _NO_PARENT = bytes(STORE_KEY_BYTES)
-_MAX_FORMAT = 255
-_REMEMBERED = 1 << 16
-_Known = TypeVar("_Known", bytes, int)
-_Value = TypeVar("_Value", bytes, int)
 
 
 class Record(NamedTuple):
-    """What the index knows of one block. `fmt`, `ns`: ids in `names`; `row`: its place in the recency array."""
+    """What the index knows of one block. `fmt`, `ns`: numbers in `names`; `row`: its place in the recency array."""
 
     extents: tuple[Extent, ...]
     nbytes: int
@@ -60,8 +65,13 @@ class Record(NamedTuple):
         """Its first page: names the bytes' place, unique among all that is not free."""
         return self.extents[0].page
 
+    @property
+    def names(self) -> tuple[tuple[bytes, int], tuple[bytes, int]]:
+        """What it refers to in `names`, by kind and number."""
+        return (NAMESPACE, self.ns), (FORMAT, self.fmt)
+
     def pack(self) -> bytes:
-        """Its 54 bytes in the index, 74 if it lies in several extents."""
+        """Its 54 bytes in the index before the seal, 74 if it lies in several extents."""
         extents, nbytes, fmt, exact, depth, ns, row, parent, checksum = self
         split = len(extents) > 1
         flags = exact * _EXACT + (parent is not None) * _HAS_PARENT + split * _SPLIT
@@ -97,6 +107,11 @@ class Record(NamedTuple):
         )
 
 
+def record_in(key: bytes, value: bytes) -> Record | None:
+    """The record that an entry of the index is; None if it is none."""
+    return Record.unpack(value) if len(key) == STORE_KEY_BYTES and len(value) in _RECORD_SIZES else None
+
+
 class Hold(NamedTuple):
     """Pages that a living writer holds. `preparing`: being zero-filled, nobody's so far."""
 
@@ -129,97 +144,6 @@ def _pages(extents: Sequence[Extent]) -> int:
     return sum(extent.pages for extent in extents)
 
 
-class Names:
-    """Small numbers for namespace digests and format ids; the same for all processes on the directory.
-
-    Args:
-        db: the database `names`.
-    """
-
-    __slots__ = ("_db", "_digests", "_formats", "_ids")
-
-    def __init__(self, db: Any) -> None:
-        self._db = db
-        # Committed ids never change, so they are remembered, as many as are of use; those of a transaction under way
-        # are not. Digests, not this process's indices: those change when a namespace is forgotten and comes again.
-        self._ids: dict[bytes, int] = {}
-        self._formats: dict[int, str] = {}
-        self._digests: dict[int, bytes] = {}
-
-    def intern(self, txn: Any, name: bytes, fresh: set[bytes]) -> int:
-        """The id of a name (its kind, `n` or `f`, and its value), given to it now if it has none.
-
-        Args:
-            txn: a write transaction.
-            name: see above.
-            fresh: names that this transaction has given an id; they are known to it only.
-        """
-        known = self._ids.get(name)
-        if known is not None:
-            return known
-        packed = txn.get(name, db=self._db)
-        if packed is not None:
-            number = cast(int, _ID.unpack(packed)[0])
-            if name not in fresh:
-                _remember(self._ids, name, number)
-            return number
-        kind, counter = name[:1], b"#" + name[:1]
-        number = cast(int, _ID.unpack(txn.get(counter, _ID.pack(0), db=self._db))[0])
-        if kind == b"f" and number > _MAX_FORMAT:
-            raise FormatMismatch(f"format {name[1:]!r}: the directory knows {number} others already; use a fresh one")
-        txn.put(counter, _ID.pack(number + 1), db=self._db)
-        txn.put(name, _ID.pack(number), db=self._db)
-        txn.put(counter + _ID.pack(number), name[1:], db=self._db)
-        fresh.add(name)
-        return number
-
-    def format(self, txn: Any, number: int) -> str:
-        """The format id behind a committed number."""
-        known = self._formats.get(number)
-        if known is None:
-            try:
-                known = self._formats[number] = self._value(txn, b"f", number).decode()
-            except UnicodeDecodeError as error:
-                raise CorruptObject(f"format {number} has no name: {error}") from error
-        return known
-
-    def namespace(self, txn: Any, number: int) -> int:
-        """This process's index of the namespace behind a committed number."""
-        known = self._digests.get(number)
-        if known is None:
-            known = self._value(txn, b"n", number)
-            _remember(self._digests, number, known)
-        return namespace_index(known)
-
-    def number(self, txn: Any, name: bytes) -> int | None:
-        """The id of a name, if it has one; see `intern`."""
-        packed = txn.get(name, db=self._db)
-        return None if packed is None else cast(int, _ID.unpack(packed)[0])
-
-    def namespaces(self, txn: Any) -> list[int]:
-        """This process's indices of all namespaces that have a committed number."""
-        found = []
-        with txn.cursor(self._db) as cursor:
-            if cursor.set_range(b"#n\0"):  # behind the counter, `#n`
-                for key, value in cursor:
-                    if not key.startswith(b"#n"):
-                        break
-                    found.append(namespace_index(value))
-        return found
-
-    def _value(self, txn: Any, kind: bytes, number: int) -> bytes:
-        found = txn.get(b"#" + kind + _ID.pack(number), db=self._db)
-        if found is None:
-            raise CorruptObject(f"nothing has the number {number} that a record refers to")
-        return cast(bytes, found)
-
-
-def _remember(known: dict[_Known, _Value], name: _Known, value: _Value) -> None:
-    if len(known) >= _REMEMBERED:
-        known.clear()
-    known[name] = value
-
-
 class Ledger:
     """One transaction's view of the index; see the module for the sums that it keeps.
 
@@ -227,10 +151,16 @@ class Ledger:
         txn: an open transaction; a reader may only look.
         dbs: the databases by name.
         names: shared by all ledgers of the process.
+
+    Attributes:
+        broken: what lies under the keys of records that were met and whose seals are broken.
+
+    Raises:
+        CorruptObject: anywhere, an entry was altered that there is no going on without.
     """
 
     __slots__ = ("_blk", "_by_row", "_dbs", "_freed", "_fresh", "_names", "_preparing", "_reserved", "_resv", "_stored",
-                 "_used", "free", "prepared", "total", "txn")  # fmt: skip
+                 "_used", "broken", "free", "prepared", "total", "txn")  # fmt: skip
 
     def __init__(self, txn: Any, dbs: Mapping[str, Any], names: Names) -> None:
         self.txn = txn
@@ -242,8 +172,12 @@ class Ledger:
         self._freed: list[Extent] = []
         self._fresh: set[bytes] = set()
         self._by_row: Any = None  # a cursor, opened once per transaction, which ends it
-        packed = txn.get(b"state", db=dbs["meta"])
-        self.state = self._stored = State(*_STATE.unpack(packed)) if packed else State()
+        self.broken: dict[bytes, bytes] = {}
+        packed = self._meta(_SUMS)
+        if packed is None and txn.stat(dbs["meta"])["entries"]:
+            raise CorruptObject("its sums were altered")
+        self._stored = State(*_STATE.unpack(packed)) if packed else None
+        self.state = self._stored or State()
 
     @property
     def state(self) -> State:
@@ -258,21 +192,32 @@ class Ledger:
         """Store the sums, and the pages that became free, joined; before the commit."""
         self.free.add(self._freed)
         self._freed = []
-        if self.state != self._stored:
-            self._stored = self.state
-            self.txn.put(b"state", _STATE.pack(*self._stored), db=self._dbs["meta"])
+        state = self.state
+        if state != self._stored:
+            self._stored = state
+            self._put_meta(_SUMS, _STATE.pack(*state))
+
+    def _put_meta(self, key: bytes, value: bytes) -> None:
+        self.txn.put(key, seal(key, value), db=self._dbs["meta"])
+
+    def _meta(self, key: bytes) -> bytes | None:
+        data = self.txn.get(key, db=self._dbs["meta"])
+        return None if data is None else unseal(key, data)
 
     # ---- bytes written
 
     @property
     def meter(self) -> WriteMeter:
-        """What was written, beside the budget of whoever had one last; by `time.time`. Empty where nobody ever had."""
-        packed = self.txn.get(b"meter", db=self._dbs["meta"])
+        """What was written, beside the budget of whoever had one last; by `time.time`.
+
+        Empty where nobody ever had, and where it was altered.
+        """
+        packed = self._meta(_METERED)
         return WriteMeter(*_METER.unpack(packed)) if packed else WriteMeter(0.0)
 
     @meter.setter
     def meter(self, meter: WriteMeter) -> None:
-        self.txn.put(b"meter", _METER.pack(*meter), db=self._dbs["meta"])
+        self._put_meta(_METERED, _METER.pack(*meter))
 
     # ---- records
 
@@ -281,18 +226,25 @@ class Ledger:
         """Number of records."""
         return cast(int, self.txn.stat(self._blk)["entries"])
 
+    def _record(self, key: bytes, data: bytes) -> Record | None:
+        packed = unseal(key, data)
+        if packed is None:
+            self.broken[key] = data
+            return None
+        return Record.unpack(packed)
+
     def get(self, key: bytes) -> Record | None:
         """The record of a key."""
         data = self.txn.get(key, None, self._blk)
-        return None if data is None else Record.unpack(data)
+        return None if data is None else self._record(key, data)
 
     def find(self, keys: Sequence[bytes]) -> list[Record | None]:
         """The record of each key."""
-        get, blk, unpack = self.txn.get, self._blk, Record.unpack
-        return [None if (data := get(key, None, blk)) is None else unpack(data) for key in keys]
+        get, blk, record = self.txn.get, self._blk, self._record
+        return [None if (data := get(key, None, blk)) is None else record(key, data) for key in keys]
 
     def present(self, keys: Sequence[bytes], *, exact: bool = False) -> list[bool]:
-        """Which keys have a record, an exact one if asked."""
+        """Which keys have a record, an exact one if asked; not whether its seal is whole."""
         get, blk = self.txn.get, self._blk
         if exact:
             return [(data := get(key, None, blk)) is not None and data[_FLAGS_AT] & _EXACT != 0 for key in keys]
@@ -306,8 +258,9 @@ class Ledger:
         there = cursor.set_range(head)
         while there and (key := cast(bytes, cursor.key())).startswith(head):
             data = cursor.value()
-            if _ID.unpack_from(data, _ROW_AT)[0] == row:
-                return key, Record.unpack(data)
+            if _NUMBER.unpack_from(data, _ROW_AT)[0] == row:
+                record = self._record(key, data)
+                return None if record is None else (key, record)
             there = cursor.next()
         return None
 
@@ -316,7 +269,52 @@ class Ledger:
         with self.txn.cursor(self._blk) as cursor:
             if cursor.set_range(start):
                 for key, data in cursor:
-                    yield key, Record.unpack(data)
+                    record = self._record(key, data)
+                    # An altered key misleads the search; who goes on behind the last one must come to an end.
+                    if record is not None and key >= start:
+                        yield key, record
+
+    def drop_broken(self) -> list[tuple[int | None, bytes]]:
+        """Delete the records that were met with broken seals, unless they were stored anew.
+
+        Returns:
+            The key of each, and the namespace that it seems to be of, None if there is no such one.
+        """
+        digests = self._names.digests(self.txn) if self.broken else {}
+        found: list[tuple[int | None, bytes]] = []
+        for key, data in self.broken.items():
+            digest = digests.get(_NUMBER.unpack_from(data, _NS_AT)[0])
+            found.append((None if digest is None else namespace_index(digest), key))
+            now = self.txn.get(key, db=self._blk)
+            if now is not None and unseal(key, now) is None:
+                self.txn.delete(key, db=self._blk)
+        if found:
+            self.lost += len(found)
+            self.broken.clear()
+        return found
+
+    @property
+    def lost(self) -> int:
+        """Records that were dropped because their seals were broken, whose pages nobody has found so far."""
+        packed = self._meta(_LOST)
+        return cast(int, _NUMBER.unpack(packed)[0]) if packed else 0
+
+    @lost.setter
+    def lost(self, records: int) -> None:
+        self._put_meta(_LOST, _NUMBER.pack(records))
+
+    def require_whole(self) -> None:
+        """Find out whether the index has to be rebuilt.
+
+        Raises:
+            CorruptObject: entries beside the records were altered, or records were dropped because they were.
+        """
+        if self.lost:
+            raise CorruptObject(f"{self.lost} altered records were dropped, and nobody knows their pages")
+        for name in DATABASES[1:]:
+            with self.txn.cursor(self._dbs[name]) as cursor:
+                for key, data in cursor:
+                    unsealed(key, data)
 
     def ref(self, key: bytes, record: Record) -> BlockRef:
         """How tiers speak of a record."""
@@ -324,28 +322,44 @@ class Ledger:
 
     def namespaces(self) -> list[int]:
         """All namespaces that ever had a block here."""
-        return self._names.namespaces(self.txn)
+        return [namespace_index(digest) for digest in self._names.digests(self.txn).values()]
 
     def numbers(self, namespaces: Collection[int]) -> dict[int, int]:
-        """The directory's ids of those namespaces of this process that have one, and which those are."""
-        found = {self._names.number(self.txn, b"n" + namespace_digest(index)): index for index in namespaces}
-        return {number: index for number, index in found.items() if number is not None}
+        """The directory's numbers of those namespaces of this process that have one, and which those are."""
+        wanted = {namespace_digest(index): index for index in namespaces}
+        digests = self._names.digests(self.txn)
+        return {number: wanted[digest] for number, digest in digests.items() if digest in wanted}
 
     def fmt(self, record: Record) -> str:
         """A record's format id."""
         return self._names.format(self.txn, record.fmt)
 
     def namespace(self, index: int) -> int:
-        """The directory's id for a namespace of this process."""
-        return self._names.intern(self.txn, b"n" + namespace_digest(index), self._fresh)
+        """The directory's number for a namespace of this process."""
+        return self._names.intern(self.txn, NAMESPACE, namespace_digest(index), self._fresh)
 
     def format(self, fmt: str) -> int:
-        """The directory's id for a format."""
-        return self._names.intern(self.txn, b"f" + fmt.encode(), self._fresh)
+        """The directory's number for a format."""
+        return self._names.intern(self.txn, FORMAT, fmt.encode(), self._fresh)
+
+    def adopt(self, entries: Mapping[bytes, bytes]) -> set[tuple[bytes, int]]:
+        """Take names, sums and what was written from entries of another index.
+
+        Returns:
+            Kind and number of each name.
+        """
+        names = names_in(entries.items())
+        for (kind, number), value in names.items():
+            self._names.put(self.txn, kind, number, value)
+        if _METERED in entries:
+            self._put_meta(_METERED, entries[_METERED])
+        if _SUMS in entries:
+            self.total, self.prepared, *_ = _STATE.unpack(entries[_SUMS])
+        return set(names)
 
     def insert(self, key: bytes, record: Record) -> None:
         """Make a record of pages that were taken out of the reservations."""
-        self.txn.put(key, record.pack(), db=self._blk)
+        self.move(key, record)
         self._used += pages_for(record.nbytes)
 
     def drop(self, key: bytes, record: Record) -> None:
@@ -355,7 +369,7 @@ class Ledger:
 
     def move(self, key: bytes, record: Record) -> None:
         """Store a record anew on the same pages."""
-        self.txn.put(key, record.pack(), db=self._blk)
+        self.txn.put(key, seal(key, record.pack()), db=self._blk)
 
     # ---- reservations
 
@@ -416,7 +430,8 @@ class Ledger:
         return {hold.writer for hold in self.holds()}
 
     def _put_hold(self, page: int, pages: int, writer: bytes, *, preparing: bool) -> None:
-        self.txn.put(_PAGE.pack(page), _HOLD.pack(writer, preparing, pages), db=self._resv)
+        key = _PAGE.pack(page)
+        self.txn.put(key, seal(key, _HOLD.pack(writer, preparing, pages)), db=self._resv)
 
     def _count_hold(self, preparing: bool, pages: int) -> None:  # noqa: FBT001
         if preparing:
@@ -444,7 +459,7 @@ class Ledger:
 
 
 def _unpack_hold(key: bytes, data: bytes) -> Hold:
-    writer, preparing, pages = _HOLD.unpack(data)
+    writer, preparing, pages = _HOLD.unpack(unsealed(key, data))
     return Hold(Extent(_PAGE.unpack(key)[0], pages), writer, bool(preparing))
 
 

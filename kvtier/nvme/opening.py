@@ -2,19 +2,20 @@
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from kvtier.errors import CapacityError, ConfigError, CorruptObject, TierError, TierFull, TierUnavailable
 from kvtier.keys import STORE_KEY_BYTES
 from kvtier.nvme.counting import Counts
-from kvtier.nvme.directory import Directory
+from kvtier.nvme.directory import FOUND_DAMAGED, Directory
 from kvtier.nvme.extents import PAGE
 from kvtier.nvme.holds import Holds
 from kvtier.nvme.index import Index
 from kvtier.nvme.ledger import DATABASES
 from kvtier.nvme.pages import check_pages, missing_bytes
+from kvtier.nvme.rebuilding import Rebuilt, rebuild_index
 from kvtier.nvme.recency import Recency
 from kvtier.nvme.segments import Segments, disk_free, takes_direct_io
 from kvtier.nvme.space import Space
@@ -58,7 +59,11 @@ class NvmeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The parts of an opened directory."""
+    """The parts of an opened directory.
+
+    rebuilt: what became of the records where the index was rebuilt. reason: why it was, or why the directory started
+    empty; "" where neither was the case.
+    """
 
     directory: Directory
     index: Index
@@ -66,6 +71,8 @@ class Opened:
     segments: Segments
     space: Space
     holds: Holds
+    rebuilt: Rebuilt | None = None
+    reason: str = ""
 
 
 def open_directory(
@@ -116,39 +123,77 @@ def _open_locked(
     directory: Directory, total: int | None, options: NvmeOptions, counts: Counts, *, thorough: bool
 ) -> Opened:
     directory.load()
-    alone = not directory.others()
     reason = directory.meta.untrusted
-    if reason and not alone:
-        raise TierUnavailable(f"{directory.path}: {reason}, and others have it open: close them, then open it again")
+    if directory.others():
+        if reason or directory.meta.damaged:
+            raise TierUnavailable(
+                f"{directory.path}: {reason or FOUND_DAMAGED}, and others have it open: close them, then open it again"
+            )
+        return _open_parts(directory, total, options, counts, alone=False)
     if not reason:
         try:
-            if alone:
-                _make_safe(directory, thorough=thorough)
-            return _open_parts(directory, total, options, counts, alone=alone)
+            return _open_alone(directory, total, options, counts, thorough=thorough)
         except CorruptObject as error:
-            if not alone:
-                raise
             reason = str(error)
     _log.error("%s starts EMPTY: %s", directory.path, reason)
     counts.failed("open", reason)
     directory.wipe()
-    return _open_parts(directory, total, options, counts, alone=alone)
+    return replace(_open_parts(directory, total, options, counts, alone=True), reason=reason)
 
 
-def _make_safe(directory: Directory, *, thorough: bool) -> None:
-    """See to it that LMDB can open its file; for the one process that has it open.
+def _open_alone(
+    directory: Directory, total: int | None, options: NvmeOptions, counts: Counts, *, thorough: bool
+) -> Opened:
+    """Open it as it is, or with its index rebuilt if that is damaged.
 
     Raises:
-        DamagedIndex: it would fail on it, or die.
+        CorruptObject: there is nothing to rebuild it from.
+    """
+    try:
+        reason = _make_safe(directory, thorough=thorough)
+    except CorruptObject as error:
+        reason = str(error)
+    if not reason:
+        try:
+            return _open_parts(directory, total, options, counts, alone=True)
+        except CorruptObject as error:
+            reason = str(error)
+            # It may have been made anew, and not have got its rows.
+            (directory.path / "recency.bin").unlink(missing_ok=True)
+    rebuilt = rebuild_index(directory)
+    _log.error("%s has a rebuilt index, %d blocks kept, %d lost: %s", directory.path, *rebuilt, reason)
+    counts.failed("open", reason)
+    counts.altered(rebuilt.lost)
+    opened = _open_parts(directory, total, options, counts, alone=True)
+    return replace(opened, rebuilt=rebuilt, reason=reason)
+
+
+def _make_safe(directory: Directory, *, thorough: bool) -> str:
+    """See to it that LMDB can open its file, and that there is sense in it; for the one process that has it open.
+
+    Returns:
+        Why it must be rebuilt before anything else; "" if nothing speaks for it.
+
+    Raises:
+        DamagedIndex: LMDB would fail on it, or die; or entries that are no records were altered.
     """
     data_file = directory.path / "index" / "data.mdb"
+    reason = FOUND_DAMAGED if directory.meta.damaged else ""
     missing = missing_bytes(data_file)
-    if missing or thorough or _suspicious(directory, data_file):
-        check_pages(data_file, DATABASES)
+    if missing or thorough or reason or _suspicious(directory, data_file):
+        reason = reason if check_pages(data_file, DATABASES) else f"keys of {data_file} are out of order"
     if missing:
         # Free pages only. They are not read before they are written, but what is mapped should be there.
         with data_file.open("r+b") as file:
             file.truncate(data_file.stat().st_size + missing)
+    if not reason and data_file.exists():
+        index = Index(data_file.parent, None, durable=False)
+        try:
+            with index.read() as ledger:
+                ledger.require_whole()
+        finally:
+            index.close()
+    return reason
 
 
 def _suspicious(directory: Directory, data_file: Path) -> bool:

@@ -6,8 +6,8 @@ page    number, flags, lower and upper bound of the gap; offsets of nodes up to 
 node    length of data (branch: child page), flags, length of key; key, data; without gaps between nodes
 
 Checked is all that LMDB relies on: every page in its place and used once, nodes that tile their page, keys in order
-through the whole tree, depths and sums as they are kept. Not checked is what records say. Data file version 1, that of
-LMDB 0.9.
+through the whole tree, depths and sums as they are kept. Not checked is what values say, which have seals of their own
+(`kvtier.nvme.seals`). Data file version 1, that of LMDB 0.9.
 """
 
 import os
@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from kvtier.errors import CorruptObject, TierUnavailable
 from kvtier.nvme.extents import PAGE
+from kvtier.nvme.seals import unseal
 
-__all__ = ["DamagedIndex", "check_pages", "missing_bytes"]
+__all__ = ["DamagedIndex", "check_pages", "entries_of", "missing_bytes", "whole_entries"]
 
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
@@ -39,6 +40,7 @@ _INTEGER_KEYS = 8
 _TREE = struct.Struct("<IHHQQQQQ")
 _HEAD = struct.Struct("<QHHI")
 _META_HEAD = struct.Struct("<IIQQ")
+_NODE_HEAD = struct.Struct("<4H")
 _CHUNK = 1024
 
 # Masks that blank what follows a key of n bytes in its first 16.
@@ -50,7 +52,7 @@ _I64 = NDArray[np.int64]
 
 
 class DamagedIndex(CorruptObject, TierUnavailable):
-    """The index cannot be read any more. Opening the directory again starts it empty."""
+    """The index cannot be read any more. Opening the directory again keeps what is whole of it."""
 
 
 class _Tree(NamedTuple):
@@ -115,23 +117,53 @@ def missing_bytes(data_file: Path) -> int:
         return max(0, (meta.last_page + 1) * meta.page_bytes - os.fstat(file.fileno()).st_size)
 
 
-def check_pages(data_file: Path, databases: Collection[str]) -> None:
+def check_pages(data_file: Path, databases: Collection[str]) -> bool:
     """Read all pages that are in use, none of which may change meanwhile; a file that is absent is sound.
 
     Args:
         data_file: LMDB's.
         databases: all that may be in it.
 
+    Returns:
+        Whether the keys of all databases are in order. Where they are not LMDB misses some that are there, and no more
+        may be written; but all can be read one after the other.
+
     Raises:
         DamagedIndex: LMDB would fail on it, or die.
         OSError: it cannot be read.
     """
     if not data_file.exists():
-        return
+        return True
     with data_file.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         walk = _Walk(file.fileno(), data_file, _meta(file.fileno(), data_file))
-        walk.whole(frozenset(name.encode() for name in databases))
+        return walk.whole(frozenset(name.encode() for name in databases))
+
+
+def whole_entries(data_file: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Key and value of every entry whose seal is whole, of all databases, in any order and whatever their trees say.
+
+    Only of pages that are in use: what was deleted may lie on others.
+
+    Args:
+        data_file: LMDB's, which nobody has open.
+
+    Raises:
+        DamagedIndex: nothing tells which pages are in use.
+        OSError: it cannot be read.
+    """
+    with data_file.open("rb") as file:
+        yield from _Walk(file.fileno(), data_file, _meta(file.fileno(), data_file)).salvaged()
+
+
+def entries_of(data_file: Path, database: str) -> int | None:
+    """How many entries a database has; None if that cannot be told."""
+    with data_file.open("rb") as file:
+        try:
+            walk = _Walk(file.fileno(), data_file, _meta(file.fileno(), data_file))
+            return next((tree.entries for name, tree in walk.trees() if name == database.encode()), None)
+        except DamagedIndex:
+            return None
 
 
 def _meta(fd: int, data_file: Path) -> _Meta:
@@ -170,23 +202,56 @@ class _Walk:
         self._seen = np.zeros(meta.last_page + 1, np.bool_)
         self._seen[:2] = True
         self._counted = [0, 0, 0, 0]  # leaves, branches, overflow pages, entries of the tree under way
+        self._ordered = True
 
-    def whole(self, databases: frozenset[bytes]) -> None:
-        """All trees, and the pages that are free."""
-        trees = []
-        for nodes in self._leaves(self._meta.main, 0):
-            for node in range(len(nodes.at)):
-                name, data = nodes.inline(node)
-                self._require(name in databases and nodes.flags[node] == _SUBTREE and len(data) == _TREE.size)
-                trees.append(_Tree(*_TREE.unpack(data)))
-        for tree in trees:
+    def whole(self, databases: frozenset[bytes]) -> bool:
+        """All trees, and the pages that are free; whether the keys of databases are in order."""
+        trees = list(self.trees())
+        self._require(self._ordered and databases.issuperset(name for name, _ in trees))
+        for _, tree in trees:
             for nodes in self._leaves(tree, 0):
                 for node in np.flatnonzero(nodes.flags).tolist():
                     self._data(nodes, node)
+        ordered, self._ordered = self._ordered, True
+        self._free()
+        return ordered
+
+    def trees(self) -> Iterator[tuple[bytes, _Tree]]:
+        """The databases by name."""
+        for nodes in self._leaves(self._meta.main, 0):
+            for node in range(len(nodes.at)):
+                name, data = nodes.inline(node)
+                self._require(nodes.flags[node] == _SUBTREE and len(data) == _TREE.size)
+                yield name, _Tree(*_TREE.unpack(data))
+
+    def _free(self) -> None:
         for nodes in self._leaves(self._meta.free, _INTEGER_KEYS):
             self._require(bool(((nodes.high > 0) & (nodes.high <= self._meta.txn)).all()))
             for node in range(len(nodes.at)):
                 self._freed(self._data(nodes, node))
+        self._require(self._ordered)
+
+    def salvaged(self) -> Iterator[tuple[bytes, bytes]]:
+        """See `whole_entries`."""
+        for number in self._in_use().tolist():
+            page = os.pread(self._fd, self._bytes, number * self._bytes)
+            # What belongs elsewhere is of another time.
+            for key, data in _listed(page) if page[:8] == number.to_bytes(8, "little") else ():
+                value = unseal(key, data)
+                if value is not None:
+                    yield key, value
+
+    def _in_use(self) -> _I64:
+        """All pages but those that are free, or those of the trees where it cannot be told which are free."""
+        try:
+            self._free()
+        except DamagedIndex:
+            self._seen[2:] = False
+            for _, tree in self.trees():
+                for _ in self._leaves(tree, 0):
+                    pass
+            return np.flatnonzero(self._seen)[2:]
+        return np.flatnonzero(~self._seen)
 
     def _require(self, sound: "bool | np.bool_") -> None:
         if not sound:
@@ -240,7 +305,7 @@ class _Walk:
         self._require(self._counted == [tree.leaves, tree.branches, tree.overflows, tree.entries])
 
     def _in_order(self, high: _U64, low: _U64) -> None:
-        self._require(((high[:-1] < high[1:]) | ((high[:-1] == high[1:]) & (low[:-1] <= low[1:]))).all())
+        self._ordered &= bool(((high[:-1] < high[1:]) | ((high[:-1] == high[1:]) & (low[:-1] <= low[1:]))).all())
 
     def _nodes(self, numbers: _I64, *, leaf: bool, integers: bool) -> _Nodes:
         """The nodes of these pages."""
@@ -323,3 +388,14 @@ class _Walk:
         numbers = np.frombuffer(data, "<i8", count, 8)
         self._require((numbers[1:] < numbers[:-1]).all())
         self._claim(numbers)
+
+
+def _listed(page: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Key and data of the nodes that a leaf lists; what was deleted may still lie on it, in front of them."""
+    lower, upper = struct.unpack_from("<HH", page, 12) if len(page) >= _HEADER else (0, 0)
+    for at in memoryview(page)[_HEADER : max(_HEADER, min(lower, upper, len(page)) // 2 * 2)].cast("H"):
+        if upper <= at <= len(page) - _NODE:
+            size, more, flags, key_size = _NODE_HEAD.unpack_from(page, at)
+            middle = at + _NODE + key_size
+            if not (more or flags) and middle + size <= len(page):
+                yield page[at + _NODE : middle], page[middle : middle + size]

@@ -1,13 +1,14 @@
 """Reading: from keys to leases to verified bytes.
 
-A block that the disk does not give back, or gives back damaged, is a miss, and its record goes: the next look-up says
-so at once, and the next put stores the block anew. If its whole segment file is gone, so do all records in there.
+A block that the disk does not give back, or gives back damaged, is a miss, and so is one whose record was altered. Its
+record goes: the next look-up says so at once, and the next put stores the block anew. If its whole segment file is
+gone, so do all records in there.
 """
 
 import errno
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvtier.errors import FormatMismatch, TierError
 from kvtier.hints import Hint
@@ -109,8 +110,18 @@ class Reader:
                 handles.append(NvmeHandle(ref, nbytes, fmts[fmt], owner, extents, checksum=checksum))
                 found.append(row)
             holds.lease(handles, found)
+            broken = ledger.broken
         rows += found
+        if broken:
+            self._drop_broken(broken)
         return handles
+
+    def _drop_broken(self, keys: Collection[bytes]) -> None:
+        try:
+            self._space.drop_broken(keys)
+            self._space.forget_plan()
+        except TierError as failure:
+            _log.warning("%s: altered entries stay in the index: %s", self._counts.name, failure)
 
     def read(self, items: Sequence[tuple[Handle, memoryview]], deadline: float | None = None) -> Ticket:
         """See `Tier.read`."""

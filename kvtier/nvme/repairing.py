@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.nvme.checking import Survey, damaged_blocks, survey
-from kvtier.nvme.extents import Extent, merged
 from kvtier.nvme.io import BlockIO
 from kvtier.nvme.ledger import Ledger, Record
 from kvtier.nvme.opening import Opened
+from kvtier.nvme.rebuilding import rebuild_free
 from kvtier.nvme.space import DROPS
 
 __all__ = ["repair_directory"]
@@ -27,10 +27,12 @@ def repair_directory(opened: Opened, blocks: BlockIO) -> dict[str, int]:
         blocks: reads the bytes, in the caller's thread.
 
     Returns:
-        dropped_corrupt, blocks that failed their checksum or could not be read; dropped_overlapping, blocks that
-        shared pages; reclaimed_pages, that nothing owned; restored_rows, blocks that recency did not know.
+        dropped_damaged, blocks whose records were altered; dropped_corrupt, blocks that failed their checksum or could
+        not be read; dropped_overlapping, blocks that shared pages; reclaimed_pages, that nothing owned; restored_rows,
+        blocks that recency did not know.
     """
     opened.space.reclaim()
+    altered = opened.space.drop_broken()
     damaged = damaged_blocks(opened.index, blocks)
     corrupt = 0
     while batch := list(islice(damaged, DROPS)):
@@ -38,8 +40,9 @@ def repair_directory(opened: Opened, blocks: BlockIO) -> dict[str, int]:
     overlapping = _drop_overlapping(opened)
     with opened.index.write() as ledger:
         rows = _restore_rows(opened, ledger, survey(ledger))
-        pages = _rebuild_free(ledger, survey(ledger))
+        pages = rebuild_free(ledger, survey(ledger))
     return {
+        "dropped_damaged": altered,
         "dropped_corrupt": corrupt,
         "dropped_overlapping": overlapping,
         "reclaimed_pages": pages,
@@ -88,15 +91,3 @@ def _restore_rows(opened: Opened, ledger: Ledger, seen: Survey) -> int:
     refs = [ledger.ref(key, record) for key, record in found]
     opened.recency.fill(ledger, rows, refs, [None] * len(rows))
     return len(found)
-
-
-def _rebuild_free(ledger: Ledger, seen: Survey) -> int:
-    """Make free what nothing owns, and store the sums of the entries; returns how many pages were leaked."""
-    owned = merged(Extent(*pair) for part in (seen.used, seen.held, seen.preparing) for pair in part.tolist())
-    ends = [0, *(extent.end for extent in owned)]
-    starts = [*(extent.page for extent in owned), seen.state.prepared]
-    free = [Extent(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end]
-    before = int(seen.free[:, 1].sum(dtype=np.int64))
-    ledger.free.replace(free)
-    ledger.state = seen.sums
-    return max(0, sum(extent.pages for extent in free) - before)

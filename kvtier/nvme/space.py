@@ -60,18 +60,20 @@ class Change:
         ledger: the transaction's.
         freed: pages of what was dropped, so far nobody's.
         doomed, removed: first pages of dropped records, not leased and leased.
+        broken: records that were met with broken seals and dropped; see `Ledger.drop_broken`.
         rows: recency rows that are no record's any more.
         stored: what became a record.
         taken: free pages that become this writer's.
     """
 
-    __slots__ = ("_gone", "_holds", "_keys", "_lock", "_recency", "_writer", "doomed", "freed", "ledger", "removed",
-                 "rows", "stored", "taken")  # fmt: skip
+    __slots__ = ("_gone", "_holds", "_keys", "_lock", "_recency", "_writer", "broken", "doomed", "freed", "ledger",
+                 "removed", "rows", "stored", "taken")  # fmt: skip
 
     def __init__(
         self, ledger: Ledger, holds: Holds, lock: threading.Lock, recency: Recency, writer: bytes, *, told: bool
     ) -> None:
         self.ledger = ledger
+        self.broken: list[tuple[int | None, bytes]] = []
         self.doomed: list[int] = []
         self.freed: list[Extent] = []
         self.removed: list[int] = []
@@ -111,11 +113,13 @@ class Change:
         """After the commit: say what it changed."""
         # What was replaced by a better version was never away.
         fresh = {ref.key for ref in self.stored}
+        events.removed(tier, [(ns, key) for ns, key in self.broken if ns is not None and key not in fresh], "damaged")
         events.removed(tier, [(ns, key) for ns, key in self._gone or () if key not in fresh], reason)
         events.stored(tier, self.stored)
 
     def finish(self, *, keep: bool) -> None:
         """Before the commit: what was freed is free, or kept for this writer."""
+        self.broken = self.ledger.drop_broken()
         self._recency.forget(self.rows[: len(self._keys)], self._keys)
         if keep:
             self.ledger.hold(self.freed, self._writer)
@@ -209,6 +213,7 @@ class Space:
                 self._grower.ask_ahead(state)
             self._recency.retire(change.rows)
             self._report(state)
+            self._counts.altered(len(change.broken))
         finally:
             if change is not None:
                 with self.lock:
@@ -477,6 +482,13 @@ class Space:
         if dropped:
             self._counts.evicted("resize", dropped)
         self._report(state)
+
+    def drop_broken(self, keys: Collection[bytes] | None = None) -> int:
+        """Drop those of these records, or of all, whose seals are broken; returns how many."""
+        with self.changing(reason="damaged") as change:
+            for _ in change.ledger.records() if keys is None else change.ledger.find(list(keys)):
+                pass
+        return len(change.broken)
 
     def drop_between(self, start: int, stop: int) -> int:
         """Drop the records that have pages in [start, stop), some at a time; returns how many."""

@@ -15,6 +15,7 @@ from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.nvme.extents import Extent
 from kvtier.nvme.index import Index
 from kvtier.nvme.inspection import maintain
+from kvtier.nvme.seals import seal
 from kvtier.testing.blocks import chain_refs, content, load, put, run_length
 from kvtier.tiers import Status
 
@@ -68,6 +69,7 @@ def test_a_sound_directory(path: Path, run: Any) -> None:
         "preparing_pages": 0,
         "unprepared_pages": report["unprepared_pages"],
         "dead_holds": 0,
+        "damaged_entries": 0,
         "leaked_pages": 0,
         "overlaps": 0,
         "wrong_sums": 0,
@@ -146,6 +148,35 @@ def _tamper(path: Path, fault: str) -> None:
     index.close()
 
 
+def test_an_altered_record_is_found_and_repaired(path: Path, run: Any) -> None:
+    index = Index(path / "index", None, durable=True)
+    key = chain_refs(8, salt="one")[3].key
+    with index.write() as ledger:
+        record = ledger.get(key)
+        assert record is not None
+        data = seal(key, record._replace(ns=77).pack())
+        ledger.txn.put(key, data[:-1] + bytes([data[-1] ^ 1]), db=ledger._dbs["blk"])
+    index.close()
+    report = run(path, "--verify", code=1)
+    assert (report["damaged_entries"], report["blocks"], report["corrupt"]) == (1, 15, 0)
+    row = run(path, "--repair", "--verify")
+    assert (row["dropped_damaged"], row["reclaimed_pages"], row["blocks"], row["sound"]) == (1, 4, 15, True)
+    assert "rebuilt" not in row
+
+
+def test_keys_out_of_order_are_found_and_repaired(path: Path, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    key = max(ref.key for salt in ("one", "two") for ref in chain_refs(8, salt=salt))
+    data_file = path / "index" / "data.mdb"
+    data_file.write_bytes(data_file.read_bytes().replace(key, b"\0" + key[1:]))
+    assert main(["inspect", str(path), "--verify"]) == 1
+    assert "out of order; what is whole of it is kept when it is opened next" in capsys.readouterr().err
+    row = run(path, "--repair", "--verify")
+    assert "out of order" in row["rebuilt"]
+    assert (row["blocks"], row["sound"]) == (16 - row["dropped_damaged"], True)
+    assert row["dropped_damaged"] in (1, 2)  # where another record names the block as its parent
+    assert "rebuilt" not in run(path, "--repair")
+
+
 @pytest.mark.parametrize(
     ("fault", "count", "blocks"),
     [("leaked", "leaked_pages", 16), ("overlap", "overlaps", 15), ("sums", "wrong_sums", 16), ("row", "lost_rows", 16)],
@@ -203,7 +234,7 @@ def test_compaction_keeps_every_block(path: Path, run: Any) -> None:
     tier.clear(chain_refs(1)[0].ns)
     put(tier, chain_refs(8, seed=77), _SIZE)
     tier.close()
-    left = path / "index" / "compact"  # by one that was killed
+    left = path / "index" / "fresh"  # by one that was killed
     left.mkdir()
     (left / "data.mdb").write_bytes(b"half of it")
     report = run(path, "--compact", "--verify")
@@ -287,7 +318,12 @@ class TestRefusals:
     def test_an_index_that_cannot_be_trusted(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         os.truncate(path / "index" / "data.mdb", 3 * 4096)
         before = _files(path)
+        assert "has damaged pages; what is whole" in self._refused(capsys, str(path), "--verify", code=1)
+        meta = path / "META.json"
+        sound = meta.read_text()
+        meta.write_text(json.dumps(json.loads(sound) | {"clean": False, "boot_id": "another"}))
         assert "starts empty when it is opened next" in self._refused(capsys, str(path), "--verify", code=1)
+        meta.write_text(sound)
         assert _files(path) == before
         with maintain(path):
             pass

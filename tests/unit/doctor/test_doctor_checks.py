@@ -178,7 +178,7 @@ def test_a_directory_of_an_earlier_run(subject: Build, worst: Worst, tmp_path: P
         ({"version": 99}, PROBLEM, "format version 99"),
         ({"clean": False, "boot_id": "another"}, WARNING, "starts empty"),
         ({"clean": False, "boot_id": "another", "durable": True}, OK, "earlier run"),
-        ({"damaged": True}, WARNING, "starts empty: its index was found damaged"),
+        ({"damaged": True}, WARNING, "its index was found damaged"),
     ):
         meta.write_text(json.dumps(sound | changed))
         finding = worst("directory", subject())

@@ -15,8 +15,8 @@ import pytest
 
 from kvtier.nvme.extents import Extent
 from kvtier.nvme.index import Index
-from kvtier.nvme.ledger import DATABASES, Record, State
-from kvtier.nvme.pages import DamagedIndex, check_pages, missing_bytes
+from kvtier.nvme.ledger import DATABASES, Record, State, record_in
+from kvtier.nvme.pages import DamagedIndex, check_pages, entries_of, missing_bytes, whole_entries
 
 _PAGE = 4096
 _TRIED = """if True:
@@ -109,10 +109,10 @@ def _written(tmp_path: Path, files: Iterator[bytes]) -> list[Path]:
 def test_a_sound_file(tmp_path: Path, sound: bytes) -> None:
     assert 60 <= len(sound) // _PAGE <= 90
     (path,) = _written(tmp_path, iter([sound]))
-    check_pages(path / "data.mdb", DATABASES)
-    check_pages(path / "absent.mdb", DATABASES)
+    assert check_pages(path / "data.mdb", DATABASES)
+    assert check_pages(path / "absent.mdb", DATABASES)
     assert _tried([path]) == ["1700"]
-    check_pages(path / "data.mdb", DATABASES)
+    assert check_pages(path / "data.mdb", DATABASES)
 
 
 def test_every_state_that_lmdb_leaves_is_sound(tmp_path: Path) -> None:
@@ -130,11 +130,11 @@ def test_every_state_that_lmdb_leaves_is_sound(tmp_path: Path) -> None:
                 ledger.drop(here.pop(dice.randrange(len(here))), _record(0))
             if step % 20 == 19:
                 ledger.free.replace([Extent(page, 1) for page in range(0, 4000, 2)])
-        check_pages(tmp_path / "data.mdb", DATABASES)
+        assert check_pages(tmp_path / "data.mdb", DATABASES)
     copy = tmp_path / "copy"
     copy.mkdir()
     index.compact_into(copy)
-    check_pages(copy / "data.mdb", DATABASES)
+    assert check_pages(copy / "data.mdb", DATABASES)
     index.close()
 
 
@@ -190,6 +190,32 @@ def test_whatever_happens_to_pages_kills_nobody(
     assert all(count == "damaged" or 1690 <= int(count) <= 1700 for count in found)
 
 
+@pytest.mark.parametrize("damage", [_zeroed, _scribbled, _swapped, _flipped_in_headers, _flipped])
+def test_what_is_whole_is_found_and_nothing_that_was_deleted(
+    tmp_path: Path, sound: bytes, damage: Callable[[bytearray, random.Random], None]
+) -> None:
+    here, data_file = set(_keys(1700)), tmp_path / "data.mdb"
+    data_file.write_bytes(sound)
+    assert {key for key, value in whole_entries(data_file) if record_in(key, value)} == here
+    assert entries_of(data_file, "blk") == 1700
+    hopeless = 0
+    for seed in range(60):
+        data = bytearray(sound)
+        damage(data, random.Random(seed))
+        data_file.write_bytes(data)
+        try:
+            found = {key for key, value in whole_entries(data_file) if record_in(key, value)}
+        except DamagedIndex:
+            hopeless += 1
+            continue
+        assert found <= here
+        # At most 8 bytes are changed, each on a page of at most 48 records.
+        assert len(found) >= 1700 - (8 * 48 if damage is _flipped else 2 * 48)
+        assert entries_of(data_file, "blk") in (None, 1700)
+    # Where neither the pages that say what is in use can be read, nor the trees.
+    assert hopeless < 15
+
+
 def test_a_page_that_is_free_and_in_use(tmp_path: Path, sound: bytes) -> None:
     (path,) = _written(tmp_path, iter([sound]))
     data_file = path / "data.mdb"
@@ -202,6 +228,15 @@ def test_a_page_that_is_free_and_in_use(tmp_path: Path, sound: bytes) -> None:
     data_file.write_bytes(data)
     with pytest.raises(DamagedIndex):
         check_pages(data_file, DATABASES)
+
+
+@pytest.mark.parametrize(("at", "other"), [(1001, 700), (650, 5000), (1300, 2)])
+def test_keys_out_of_order_harm_nobody_and_are_told(tmp_path: Path, sound: bytes, at: int, other: int) -> None:
+    key, altered = (number.to_bytes(16, "big") for number in (at, other))
+    (path,) = _written(tmp_path, iter([sound.replace(key, altered)]))
+    assert not check_pages(path / "data.mdb", DATABASES)
+    (found,) = _tried([path])
+    assert int(found) == 1699
 
 
 def test_other_databases_than_the_index_has(tmp_path: Path, sound: bytes) -> None:

@@ -72,9 +72,8 @@ def test_flush_brings_what_was_put_to_the_disk(cache):
 def test_compact_drops_what_is_damaged_on_disk(cache, tmp_path):
     put(cache, chain(5))
     cache.flush()
-    assert cache.compact(CHOSEN) == {
-        "default": {"dropped_corrupt": 0, "dropped_overlapping": 0, "reclaimed_pages": 0, "restored_rows": 0}
-    }
+    nothing = ("dropped_damaged", "dropped_corrupt", "dropped_overlapping", "reclaimed_pages", "restored_rows")
+    assert cache.compact(CHOSEN) == {"default": dict.fromkeys(nothing, 0)}
     (segment, *_) = sorted((tmp_path / "nvme" / "default").glob("seg-*.kv"))
     held = segment.read_bytes()
     at = held.index(data(chain(5)[2])[:64])

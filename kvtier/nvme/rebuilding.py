@@ -1,0 +1,136 @@
+"""Rebuilding an index from what is whole in it, for the one process that has the directory open.
+
+It is read without LMDB, entry by entry: those whose seals are whole count, wherever they stand. Which pages are free
+follows from the records, and what dead writers held is free as well.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from kvtier.nvme.checking import Survey, free_runs, survey
+from kvtier.nvme.directory import Directory
+from kvtier.nvme.extents import PAGE
+from kvtier.nvme.index import Index
+from kvtier.nvme.ledger import DATABASES, Ledger, State, record_in
+from kvtier.nvme.pages import entries_of, whole_entries
+
+__all__ = ["Rebuilt", "rebuild_free", "rebuild_index", "replace_index"]
+
+_BATCH = 4096
+_Made = TypeVar("_Made")
+
+
+class Rebuilt(NamedTuple):
+    """What became of the records: how many were kept, and how many left out."""
+
+    kept: int
+    lost: int
+
+
+def replace_index(path: Path, make: Callable[[Path], _Made]) -> _Made:
+    """Put another index in the place of a directory's; nobody may have it open, and it stays if anything fails.
+
+    Args:
+        path: the directory.
+        make: makes the other one in the directory that it is given, and synchronises it.
+
+    Returns:
+        What `make` did.
+
+    Raises:
+        OSError: the disk has no room for it.
+    """
+    there, fresh = path / "index", path / "index" / "fresh"
+    shutil.rmtree(fresh, ignore_errors=True)  # of one that was killed
+    try:
+        fresh.mkdir()
+        made = make(fresh)
+        (fresh / "data.mdb").replace(there / "data.mdb")
+        (there / "lock.mdb").unlink(missing_ok=True)
+        _sync(there)
+        return made
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def rebuild_index(directory: Directory) -> Rebuilt:
+    """Make the index anew from its whole entries.
+
+    Raises:
+        DamagedIndex: nothing can be made of it.
+        OSError, TierFull: the disk has no room for it.
+    """
+    data_file = directory.path / "index" / "data.mdb"
+    told = entries_of(data_file, DATABASES[0])
+    files = sum(file.stat().st_size for file in directory.path.glob("seg-*.kv"))
+    kept = replace_index(directory.path, lambda path: _rebuild(data_file, path, files // PAGE))
+    return Rebuilt(kept, max(0, (told or kept) - kept))
+
+
+def _rebuild(data_file: Path, path: Path, pages: int) -> int:
+    """Make it in `path`; returns how many records it has. `pages`: as many as there are, if it does not say."""
+    index = Index(path, pages, durable=False)
+    try:
+        with index.write() as ledger:
+            ledger.state = State(pages, pages)
+        rest, referred = _copy_records(data_file, index)
+        with index.write() as ledger:
+            unnamed = referred - ledger.adopt(rest)
+            if unnamed:
+                _drop_unnamed(ledger, unnamed)
+            seen = survey(ledger)
+            ledger.prepared = max(ledger.prepared, int(seen.used.sum(axis=1, dtype=np.int64).max(initial=0)))
+            ledger.total = max(ledger.total, ledger.prepared)
+            rebuild_free(ledger, seen._replace(state=ledger.state))
+        index.flush()
+        return seen.blocks
+    finally:
+        index.close()
+
+
+def _copy_records(data_file: Path, index: Index) -> tuple[dict[bytes, bytes], set[tuple[bytes, int]]]:
+    """Copy all records; returns the other entries, and the names that records refer to."""
+    rest: dict[bytes, bytes] = {}
+    referred: set[tuple[bytes, int]] = set()
+    entries = whole_entries(data_file)
+    while batch := list(islice(entries, _BATCH)):
+        with index.write() as ledger:
+            for key, value in batch:
+                record = record_in(key, value)
+                if record is None:
+                    rest[key] = value
+                elif not ledger.present([key])[0]:
+                    ledger.insert(key, record)
+                    referred.update(record.names)
+    return rest, referred
+
+
+def _drop_unnamed(ledger: Ledger, names: set[tuple[bytes, int]]) -> None:
+    """Drop the records that refer to these names, which are lost."""
+    for key, record in list(ledger.records()):
+        if not names.isdisjoint(record.names):
+            ledger.drop(key, record)
+
+
+def rebuild_free(ledger: Ledger, seen: Survey) -> int:
+    """Make free what nothing owns, and store the sums of the entries; returns how many pages were leaked."""
+    free = free_runs([seen.used, seen.held, seen.preparing], seen.state.prepared)
+    before = int(seen.free[:, 1].sum(dtype=np.int64))
+    ledger.free.replace(free)
+    ledger.state = seen.sums
+    ledger.lost = 0
+    return max(0, sum(extent.pages for extent in free) - before)
