@@ -33,8 +33,6 @@ _log = logging.getLogger(__name__)
 _STEP_SECONDS = 0.02
 # A connection's thread works for tenths of a millisecond at a time: nobody is to wait 5 ms for it, as Python has it.
 _SWITCH_SECONDS = 0.0005
-# Containers made and not gone, after which Python looks through them: those of a thousand blocks that are put.
-_YOUNG = 20_000
 
 
 def serve(settings: ServiceSettings, tiering: TieringSettings) -> int:
@@ -92,11 +90,10 @@ def _serve(cache: Cache, tokens: Tokens, settings: ServiceSettings, taken: socke
 
 def _keep_what_is_here() -> None:
     """Modules and what they made are here for good: to look through them again, every few hundred blocks, would hold up
-    every call for tens of milliseconds. Blocks stay for long, too: what is young is looked through more rarely.
+    every call for tens of milliseconds.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
 
 
 def _flushed(cache: Cache) -> bool:
