@@ -36,6 +36,9 @@ class InFlight:
         event = threading.Event()
         mine, theirs = [], []
         with self._lock:
+            if not self._going and len({ref.key for ref in refs}) == len(refs):
+                self._going = {(ref.key, ref.exact): (ref, event) for ref in refs}
+                return Claim([True] * len(refs), [])
             for ref in refs:
                 holder = self._going.get((ref.key, True))
                 if holder is None and not ref.exact:
@@ -47,7 +50,7 @@ class InFlight:
                     theirs.append(holder[1])
         return Claim(mine, theirs)
 
-    def finish(self, refs: Iterable[BlockRef]) -> list[bytes]:
+    def finish(self, refs: Sequence[BlockRef]) -> list[bytes]:
         """The caller's claimed keys were written, or never will be.
 
         Returns:
@@ -56,6 +59,10 @@ class InFlight:
         deleted = []
         with self._lock:
             events = set()
+            if len(refs) == len(self._going) and not self._deleted:  # nobody else's are in flight
+                events = {event for _, event in self._going.values()}
+                self._going.clear()
+                refs = ()
             for ref in refs:
                 events.add(self._going.pop((ref.key, ref.exact))[1])
                 if ref.key in self._deleted:

@@ -111,12 +111,9 @@ class Putter:
         refs = [item.target.ref for item in items]
         mine = self._inflight.claim(refs).mine
         claimed = [item for item, own in zip(items, mine, strict=True) if own]
-        stored: set[bytes] = set()
-        bad = {item.ref.key for item in claimed}
         try:
             done = self._gate.attempt("put", lambda: self._store(items, claimed, parts), None)
-            if done is not None:
-                stored, bad = done
+            stored, bad = done or (set(), {item.ref.key for item in claimed})
         finally:
             self._gate.take_back(self._inflight.finish([item.target.ref for item in claimed]))
         if self._placement.watches_puts:
@@ -141,9 +138,9 @@ class Putter:
             _spread(batch, parts, bad)
             bad |= self._fill(items, slots, bad)
             _spread(batch, parts, bad)
-            good = [handle for handle in handles if handle.ref.key not in bad]
+            good = [handle for handle in handles if handle.ref.key not in bad] if bad else handles
             self._host.commit(good)
-            left = [handle for handle in handles if handle.ref.key in bad]
+            left = [handle for handle in handles if handle.ref.key in bad] if bad else []
         finally:
             if left:
                 # What was committed is no reservation any more.
@@ -151,12 +148,13 @@ class Putter:
         return {handle.ref.key for handle in good}, bad
 
     def _reserve(self, items: Sequence[Item]) -> list[Reservation]:
-        refs, hints = [item.target.ref for item in items], [item.hint for item in items]
-        owned = [(item.owned.handle, item.target) for item in items if item.owned is not None]
-        there = [handle for handle, target in owned if _fits(handle, target)]
-        if len(there) == len(items):
+        targets, hints = [item.target for item in items], [item.hint for item in items]
+        refs = [target.ref for target in targets]
+        sizes, fmts = [target.nbytes for target in targets], [target.fmt for target in targets]
+        there = [item.owned.handle for item in items if item.owned is not None and item.target.codec is None]
+        if [handle.nbytes for handle in there] == sizes and [handle.fmt for handle in there] == fmts:
+            # The bytes are to stay as they are: they stay where they are.
             return self._host.rename(there, refs, _OWNER, hints)
-        sizes, fmts = [item.target.nbytes for item in items], [item.target.fmt for item in items]
         return self._host.reserve(refs, sizes, fmts, _OWNER, hints)
 
     def _fill(self, items: Sequence[Item], slots: Sequence[Reservation], skip: set[bytes]) -> set[bytes]:
@@ -195,11 +193,6 @@ class Putter:
             self._gate.drop("unencodable", 1)
             return False
         return True
-
-
-def _fits(handle: Handle, target: Target) -> bool:
-    """Whether the bytes are to stay as they are, so that they can stay where they are."""
-    return target.codec is None and (handle.nbytes, handle.fmt) == (target.nbytes, target.fmt)
 
 
 def _outcomes(items: Sequence[Item], parts: int, stored: set[bytes], bad: set[bytes]) -> list[PutOutcome]:

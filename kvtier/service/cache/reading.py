@@ -9,7 +9,7 @@ import xxhash
 
 from kvtier.errors import LeaseError
 from kvtier.layout import Span
-from kvtier.tiers import AddressableTier, Handle, checksum_head
+from kvtier.tiers import AddressableTier, BlockRef, Handle, checksum_head
 
 __all__ = ["Found", "InHost", "Reading"]
 
@@ -25,35 +25,35 @@ class Found:
     """One part of one block of a reading.
 
     Args:
+        at: place of its key among those that were asked for.
         key: chain key, as it was asked for.
         part: `group * shards + shard`.
-        depth: position in its chain; -1: unknown.
+        ref: its record: `depth` in its chain (-1: unknown), and whether it is lossless (`exact`).
         parent: first 16 bytes of the parent's chain key, None for depth 0 or unknown.
-        exact: whether it is lossless.
         tier: where it was found.
         data: raw bytes, valid until the reading is closed.
         in_host: where in the tenant's shared memory they lie; None: they were decoded, and lie elsewhere.
     """
 
-    __slots__ = ("_digest", "_in_host", "data", "depth", "exact", "key", "nbytes", "parent", "part", "tier")
+    __slots__ = ("_digest", "_in_host", "at", "data", "depth", "exact", "key", "nbytes", "parent", "part", "tier")
 
     def __init__(
         self,
+        at: int,
         key: bytes,
         part: int,
-        depth: int,
+        ref: BlockRef,
         parent: bytes | None,
         tier: str,
         data: memoryview,
-        *,
-        exact: bool,
         in_host: InHost | None = None,
     ) -> None:
+        self.at = at
         self.key = key
         self.part = part
-        self.depth = depth
+        self.depth = ref.depth
         self.parent = parent
-        self.exact = exact
+        self.exact = ref.exact
         self.tier = tier
         self.data = data
         self.nbytes = data.nbytes

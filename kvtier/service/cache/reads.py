@@ -214,7 +214,7 @@ class Read:
             return []
         request, parts, host = self._request, self._request.parts, self._store.host
         handles = [handle for _, handle in run.lease.part(0, run.whole)]
-        names = ((key, part) for key in request.chain[run.start :] for part in parts)
+        names = ((at, key, part) for at, key in enumerate(request.chain[run.start :], run.start) for part in parts)
         parents = [handle.ref.parent for handle in handles]
         for place, part in enumerate(parts):
             parents[place :: len(parts)] = request.space.masked(parents[place :: len(parts)], part)
@@ -222,18 +222,18 @@ class Read:
         return [self._one(*row) for row in rows]
 
     def _one(
-        self, handle: Handle, name: tuple[bytes, int], parent: bytes | None, tier: str, memory: memoryview
+        self, handle: Handle, name: tuple[int, bytes, int], parent: bytes | None, tier: str, memory: memoryview
     ) -> Found:
-        (key, part), ref, data = name, handle.ref, memory[: handle.nbytes]
+        (_, _, part), ref, data = name, handle.ref, memory[: handle.nbytes]
         layout = None if handle.fmt == _RAW else self._request.space.layout(part)
         if layout is None:
             in_host = InHost(self._store.host, handle)
-            return Found(key, part, ref.depth, parent, tier, data, exact=ref.exact, in_host=in_host)
+            return Found(*name, ref, parent, tier, data, in_host)
         if not self._request.checked:
             raise ServiceError("conflict", "these blocks lie encoded in host, and are decoded checked only: get them")
         raw = memoryview(bytearray(layout.block_bytes()))
         formats.get(handle.fmt).decode(data, layout, raw)
-        return Found(key, part, ref.depth, parent, tier, raw.toreadonly(), exact=ref.exact)
+        return Found(*name, ref, parent, tier, raw.toreadonly())
 
     def _last(self) -> bool:
         with self._lock:

@@ -29,11 +29,9 @@ _NO_PARENT = bytes(STORE_KEY_BYTES)
 
 
 class _Window(NamedTuple):
-    """A reading of parts of consecutive keys, the first at `start`; `more`: others may follow."""
+    """A reading of consecutive keys, the first at `start`; `more`: others may follow."""
 
     start: int
-    keys: Sequence[bytes]
-    parts: Sequence[int]
     reading: Reading
     more: bool
 
@@ -72,7 +70,7 @@ class _Windows:
                 more = following is not None and (self._asked.each or reading.found == len(keys))
                 future = None
                 # Whoever takes the window closes its reading.
-                yield _Window(start, keys, self._parts, reading, more)
+                yield _Window(start, reading, more)
                 if not more:
                     return
                 start, keys, future, following = start + len(keys), follows, following, None
@@ -84,7 +82,7 @@ class _Windows:
     def whole(self) -> _Window:
         """All of it as one window."""
         keys = self._keys
-        return _Window(0, keys, self._parts, self._result(self._read(0, keys), 0, keys), more=False)
+        return _Window(0, self._result(self._read(0, keys), 0, keys), more=False)
 
     def _ask(self, start: int) -> "tuple[Sequence[bytes], Future[Reading] | None]":
         keys = self._keys[start : start + self._count]
@@ -178,11 +176,9 @@ def _leased(session: Session, window: _Window, asked: Lease) -> Leased:
 
 
 def _columns(window: _Window, found: Sequence[Found]) -> dict[str, Any]:
-    # Found in the order of the request, with gaps.
-    wanted = ((at, key, part) for at, key in enumerate(window.keys, window.start) for part in window.parts)
     parents = [block.parent for block in found]
     return {
-        "at": [next(at for at, key, part in wanted if key == block.key and part == block.part) for block in found],
+        "at": [window.start + block.at for block in found],
         "parts": [block.part for block in found],
         "sizes": [block.nbytes for block in found],
         "exact": [block.exact for block in found],
