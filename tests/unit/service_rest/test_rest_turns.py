@@ -177,6 +177,8 @@ def test_connections_that_wait_for_a_further_request_make_room():
         first, *others = [kept() for _ in range(8)]
         others.append(kept())
         assert first.recv(1) == b"", "the one that waited longest"
+        # An answer may be here before its connection waits for a further request.
+        until(lambda: all(one.timeout_keep_alive_task is not None for one in rest.server.server_state.connections))
         # Those that have begun to ask stay, and then nobody else comes in.
         for line in others:
             line.sendall(b"GET /hea")
