@@ -15,7 +15,7 @@ from kvtier.layout import Span
 from kvtier.store.gateway import GatewayTier
 from kvtier.store.lanes import Lane, Operation, Steps
 from kvtier.store.port import Port
-from kvtier.tiers import OWN_WORK, BlockRef, Handle, Reservation, Status, block_checksum
+from kvtier.tiers import OWN_WORK, RECEIVING, BlockRef, Handle, Reservation, Status, block_checksum
 
 __all__ = ["PrivateObject", "PrivateObjects"]
 
@@ -73,14 +73,25 @@ class PrivateObjects:
             for handle, data in zip(handles, buffers, strict=True)
         )
 
-    def room(self, sizes: Sequence[int]) -> list[Handle]:
+    def room(self, sizes: Sequence[int], parents: Sequence[bytes | None] | None = None) -> list[Handle]:
         """Memory to receive blocks of these sizes into, to be put with `owned`; none where host does not have it all.
 
         Whoever was given it ends it by `give_up`, whatever became of the put.
+
+        Args:
+            sizes: bytes of each.
+            parents: store keys of what each hangs from, as in its `BlockRef`; what of it is in host stays there for as
+                long as the room does. None: nothing does.
         """
-        refs = [BlockRef(key, self._ns, 0, None, exact=True) for key in _keys(len(sizes))]
+        named = [None] * len(sizes) if parents is None else parents
+        refs = [
+            BlockRef(key, self._ns, -1, parent, exact=True)
+            for key, parent in zip(_keys(len(sizes)), named, strict=True)
+        ]
         nothing: list[Reservation] = []
-        slots = self._gate.attempt("room", lambda: self._host.reserve(refs, sizes, [_RAW] * len(refs), _OWNER), nothing)
+        slots = self._gate.attempt(
+            "room", lambda: self._host.reserve(refs, sizes, [_RAW] * len(refs), RECEIVING), nothing
+        )
         handles = [slot for slot in slots if isinstance(slot, Handle)]
         if len(handles) < len(sizes):
             self.give_up(handles)
