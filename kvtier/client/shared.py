@@ -192,7 +192,7 @@ class SharedMemory:
         """A conversation that is left in the middle would leave holds behind, or memory that is still being read."""
         try:
             yield
-        except Refused:
+        except (Refused, _NoSlot):
             # Whoever was refused has brought the rest to an end.
             raise
         except BaseException:
@@ -202,8 +202,12 @@ class SharedMemory:
     # ---- writing
 
     def takes(self, blocks: Sequence[Block]) -> bool:
-        """Whether these blocks can be put through the staging region: every one fits into a slot of it."""
-        return memoryview(max(blocks, key=lambda block: memoryview(block.data).nbytes).data).nbytes <= self._slot_bytes
+        """Whether these blocks can be put through the staging region: every one fits into a slot of it.
+
+        What is no block is not, so that the service refuses it.
+        """
+        sizes = [memoryview(block.data).nbytes for block in blocks]
+        return 0 < min(sizes) <= max(sizes) <= self._slot_bytes
 
     def put(self, ns: str, blocks: Sequence[Block], deadline: float) -> list[PutOutcome]:
         """Store blocks, slot by slot."""
@@ -213,8 +217,8 @@ class SharedMemory:
         outcomes: list[PutOutcome] = []
         with self._whole(), _Stages(self._pipeline, self._slots, outcomes) as stages:
             for some in requests(blocks, self._pipeline.welcome.limits.keys, self._slot_bytes):
-                slot = self._slot(stages, deadline)
                 views = [memoryview(block.data).cast("B") for block in some]
+                slot = self._slot(stages, deadline)
                 offsets = _offsets(slot, views)
                 places = zip(offsets, views, strict=True)
                 _copied(views, [staging.view(Span(0, offset, view.nbytes)) for offset, view in places])
@@ -228,8 +232,12 @@ class SharedMemory:
             with suppress(queue.Empty):
                 return self._slots.get(timeout=0 if stages.under_way else max(0.0, deadline - time.monotonic()))
             if not stages.under_way:
-                raise DeadlineExceeded(f"{self._pipeline.address}: other puts took all of the time")
+                raise _NoSlot(f"{self._pipeline.address}: other puts took all of the time")
             stages.finish()
+
+
+class _NoSlot(DeadlineExceeded):
+    """Others had all of the staging region: nothing was asked for, and nothing is under way."""
 
 
 class _Stages:
