@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from kvtier.attach import AttachedRegion, recv_regions
-from kvtier.client.errors import DeadlineExceeded, ProtocolError, Refused
+from kvtier.client.errors import DeadlineExceeded, ProtocolError, Refused, TooLarge
 from kvtier.client.pipeline import Incoming, Pipeline, Turn
 from kvtier.client.results import Block, Found, PutOutcome
 from kvtier.client.stream import PlainStream
@@ -134,16 +134,26 @@ class SharedMemory:
         """Copy blocks out, window by window; `block_bytes`: of all asked parts of one block, 0 if they differ."""
         places = Places(ask, into)
         typical, widest = block_bytes or self._typical.get(ask.ns, 0), _WINDOW_BYTES if block_bytes else _GUESSED_BYTES
-        windows = list(_windows(ask.keys, typical, widest, self._pipeline.welcome.limits))
-        found = self._get(ask, places, windows, unchecked=True)
-        # A block is damaged: the service, which is to look at all of them now, drops it.
-        return self._get(ask, places, windows, unchecked=False) or [] if found is None else found
+        limits = self._pipeline.welcome.limits
+        while True:
+            windows = list(_windows(ask.keys, typical, widest, limits))
+            try:
+                found = self._get(ask, places, windows, unchecked=True)
+                # A block is damaged: the service, which is to look at all of them now, drops it.
+                return self._get(ask, places, windows, unchecked=False) or [] if found is None else found
+            except TooLarge:
+                most = max(len(keys) for _, keys in windows)
+                if most == 1:
+                    raise
+                # They are larger than those that were read last.
+                typical = max(2 * typical, limits.batch_bytes // most)
 
     def _get(
         self, ask: Ask, places: Places, windows: Sequence[tuple[int, Sequence[bytes]]], *, unchecked: bool
     ) -> list[Found] | None:
         """One attempt; `unchecked`: bytes are verified here, and None says that some are damaged."""
         found: list[Found] = []
+        typical = 0
         with self._whole(), _Leases(self._pipeline, ask, unchecked=unchecked) as leases:
             for start, keys in windows[:_UNDER_WAY]:
                 leases.begin(start, keys)
@@ -152,7 +162,7 @@ class SharedMemory:
                 blocks = len(set(answer.at))
                 goes_on = ask.each or blocks == len(keys)
                 if blocks:
-                    self._typical[ask.ns] = sum(answer.sizes) // blocks
+                    typical = self._typical[ask.ns] = max(typical, sum(answer.sizes) // blocks)
                 if goes_on and number + _UNDER_WAY < len(windows):
                     leases.begin(*windows[number + _UNDER_WAY])
                 copies, sound = places.of(answer, start), True

@@ -1,11 +1,12 @@
-"""How a put becomes requests, slots and buffers: within the limits, and none that its own parts keep from going on."""
+"""How puts and gets are cut into requests, slots, buffers and windows: within the limits, blocks of any sizes."""
 
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from data_world import NOTHING, World, chain, content, world
+from data_world import NOTHING, PLAIN, World, chain, content, world
+from data_world import blocks as chain_blocks
 from hypothesis import example, given
 
 from kvtier.client.errors import DeadlineExceeded, TooLarge
@@ -41,7 +42,7 @@ def test_requests_stay_within_the_limits(sizes: list[list[tuple[int, Hint | None
         assert len(some) <= keys
         assert sum(len(block.data) for block in some) <= nbytes
         assert len({block.hint for block in some}) == 1
-    for before, after in zip(made, made[1:], strict=False):
+    for before, after in pairwise(made):
         key = after[0].key
         if before[-1].key == key:  # a block apart: it could not go in one, with one hint
             whole = [block for block in blocks if block.key == key]
@@ -109,3 +110,29 @@ def test_who_gets_no_slot_in_time_leaves_the_connection_to_others(service: World
             memory._slots.put(slot)
         assert client.put("slots", block) is PutOutcome.STORED
         assert client._pipeline is connection
+
+
+@pytest.mark.parametrize("way", ["tcp", "unix", "shared"])
+@pytest.mark.parametrize("each", [False, True], ids=["run", "each"])
+def test_gets_of_blocks_of_many_sizes_are_cut_until_they_fit(tmp_path: Path, way: str, each: bool) -> None:
+    """What was read last, a few short blocks, says nothing of those that are read next."""
+    with world(tmp_path, max_batch="2MiB", max_block="1MiB") as service, service.client(way) as client:
+        client.create_namespace("mixed", None)
+        keys = chain(64, "mixed")
+        sizes = [(1 << 20) if at == 9 else 512 if at < 8 or at > 40 else 200 << 10 for at in range(64)]
+        blocks = [Block(key, content(key, size), depth=-1) for key, size in zip(keys, sizes, strict=True)]
+        assert set(client.put_many("mixed", blocks)) == {PutOutcome.STORED}
+        for _ in range(3):
+            found = client.get_many("mixed", keys, each=each)
+            assert [(item.key, bytes(item.data)) for item in found] == [(block.key, block.data) for block in blocks]
+
+
+@pytest.mark.parametrize("way", ["tcp", "unix", "shared"])
+def test_windows_of_a_get_are_no_larger_than_a_batch(tmp_path: Path, way: str) -> None:
+    with world(tmp_path, max_batch="1MiB", max_block="64KiB") as service, service.client(way) as client:
+        client.create_namespace("narrow", PLAIN)
+        keys = chain(100, "narrow")
+        client.put_many("narrow", chain_blocks(keys))
+        found = client.get_many("narrow", keys)
+        assert [bytes(item.data) for item in found] == [content(key) for key in keys]
+    assert service.settled() == NOTHING

@@ -88,7 +88,8 @@ def test_the_checksum_made_on_the_way_is_the_records_if_its_head_is(store: Tiere
 def test_a_part_that_is_none_has_no_head(tmp_path: Path) -> None:
     with world(tmp_path) as service, service.client() as client:
         client.create_namespace("parts", None)
-        room = service.cache.room(service.admin, "parts", [BlockName(b"p" * 16, part) for part in (0, 1, -1)], [BLOCK] * 3)
+        names = [BlockName(b"p" * 16, part) for part in (0, 1, -1)]
+        room = service.cache.room(service.admin, "parts", names, [BLOCK] * 3)
         assert room is not None
         assert [head is None for head in room.heads] == [False, True, True]
         assert [one.checksum for one in room.received(hashed(room.views, room.heads))][1:] == [b""] * 2
