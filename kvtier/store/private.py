@@ -8,6 +8,7 @@ import hashlib
 import secrets
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from kvtier.keys import STORE_KEY_BYTES, namespace_index
@@ -73,20 +74,20 @@ class PrivateObjects:
             for handle, data in zip(handles, buffers, strict=True)
         )
 
-    def room(self, sizes: Sequence[int], parents: Sequence[bytes | None] | None = None) -> list[Handle]:
+    def room(self, sizes: Sequence[int], above: Sequence[bytes] = ()) -> list[Handle]:
         """Memory to receive blocks of these sizes into, to be put with `owned`; none where host does not have it all.
 
         Whoever was given it ends it by `give_up`, whatever became of the put.
 
         Args:
             sizes: bytes of each.
-            parents: store keys of what each hangs from, as in its `BlockRef`; what of it is in host stays there for as
-                long as the room does. None: nothing does.
+            above: store keys of what the blocks hang from, one for each of them at most: those that are in host do not
+                leave to make this room, nor as long as it is held.
         """
-        named = [None] * len(sizes) if parents is None else parents
+        parents = chain(above, repeat(None))
         refs = [
             BlockRef(key, self._ns, -1, parent, exact=True)
-            for key, parent in zip(_keys(len(sizes)), named, strict=True)
+            for key, parent in zip(_keys(len(sizes)), parents, strict=False)
         ]
         nothing: list[Reservation] = []
         slots = self._gate.attempt(

@@ -19,7 +19,7 @@ from kvtier.service.cache.callers import DEFAULT_TENANT, LOCAL, PROCESS, Caller,
 from kvtier.service.cache.errors import STATUSES, Code, ServiceError
 from kvtier.service.cache.history import LONGEST_SECONDS, HistoryInfo, TierHistory
 from kvtier.service.cache.namespaces import (
-    BlockName,
+    BlockNames,
     NamespaceInfo,
     NamespaceSpec,
     layout_as_data,
@@ -38,7 +38,7 @@ __all__ = [
     "LONGEST_SECONDS",
     "PROCESS",
     "STATUSES",
-    "BlockName",
+    "BlockNames",
     "BlockPut",
     "Cache",
     "Caller",

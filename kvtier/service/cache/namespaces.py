@@ -14,7 +14,7 @@ from kvtier.service.cache.errors import ServiceError
 from kvtier.tiers import record_heads
 
 __all__ = [
-    "BlockName",
+    "BlockNames",
     "NamespaceInfo",
     "NamespaceSpec",
     "OpenNamespace",
@@ -126,12 +126,12 @@ class NamespaceInfo:
     host_bytes: int = 0
 
 
-class BlockName(NamedTuple):
-    """One part of a block, as clients name it: by chain keys. `parent` is None where there is none or it is unknown."""
+class BlockNames(NamedTuple):
+    """Parts of blocks, as clients name them by chain keys: a column for each field. No parent: none, or unknown."""
 
-    key: bytes
-    part: int = 0
-    parent: bytes | None = None
+    keys: Sequence[bytes]
+    parts: Sequence[int]
+    parents: Sequence[bytes | None]
 
 
 class OpenNamespace:
@@ -200,22 +200,24 @@ class OpenNamespace:
         for part in set(parts).intersection(range(self.parts)):
             yield part, [at for at, of in enumerate(parts) if of == part]
 
-    def heads(self, names: Sequence[BlockName]) -> list[bytes | None]:
+    def heads(self, names: BlockNames) -> list[bytes | None]:
         """`tiers.checksum_head` of each, as a raw record; None: there is no such part."""
-        heads: list[bytes | None] = [None] * len(names)
-        for part, places in self.by_part([name.part for name in names]):
-            keys = store_keys([names[at].key for at in places], self.masks[part])
+        heads: list[bytes | None] = [None] * len(names.keys)
+        for part, places in self.by_part(names.parts):
+            keys = store_keys([names.keys[at] for at in places], self.masks[part])
             for at, head in zip(places, record_heads(keys, self.indices[part], _RAW), strict=True):
                 heads[at] = head
         return heads
 
-    def parents_of(self, names: Sequence[BlockName]) -> list[bytes | None]:
-        """The store key of each one's parent; None: it has none, it is unknown, or there is no such part."""
-        parents: list[bytes | None] = [None] * len(names)
-        for part, places in self.by_part([name.part for name in names]):
-            for at, key in zip(places, self.masked([names[at].parent for at in places], part), strict=True):
-                parents[at] = key
-        return parents
+    def above(self, names: BlockNames) -> list[bytes]:
+        """Store keys of the parents that are not among them, one for each of their children."""
+        inside = set(zip(names.parts, names.keys, strict=True))
+        named = zip(names.parts, names.parents, strict=True)
+        outside = [(part, key) for part, key in named if key is not None and (part, key) not in inside]
+        above: list[bytes] = []
+        for part, places in self.by_part([part for part, _ in outside]):
+            above += store_keys([outside[at][1] for at in places], self.masks[part])
+        return above
 
     def masked(self, keys: Sequence[bytes | None], part: int) -> list[bytes | None]:
         """From chain keys to a part's store keys, or from these back to the first 16 bytes of the chain keys."""

@@ -6,7 +6,7 @@ from kvtier.cpu.region import round_up
 from kvtier.keys import STORE_KEY_BYTES
 from kvtier.service.cache.errors import ServiceError
 from kvtier.service.cache.inflight import InFlight
-from kvtier.service.cache.namespaces import BlockName, OpenNamespace
+from kvtier.service.cache.namespaces import BlockNames, OpenNamespace
 from kvtier.store import Received, TieredStore
 from kvtier.tiers import Handle
 
@@ -67,14 +67,15 @@ class Rooms:
         """The tenant has so many bytes in host from now on; what is lent stays lent."""
         self._lent.limit = quota // _SHARE
 
-    def take(self, space: OpenNamespace, names: Sequence[BlockName], sizes: Sequence[int]) -> Room | None:
+    def take(self, space: OpenNamespace, names: BlockNames, sizes: Sequence[int]) -> Room | None:
         """A room for these blocks, of these sizes; None: there is none now, or none is needed.
 
-        What is there already is not received into host memory: others would have to leave for it. What the blocks hang
-        from does not leave for them.
+        What is there already, or is encoded, is not received into host memory: others would have to leave for it. What
+        the blocks hang from does not leave for them.
         """
-        heads, parents = space.heads(names), space.parents_of(names)
-        if any(self._store.host.refs([head[:STORE_KEY_BYTES] for head in heads if head is not None])):
+        heads = space.heads(names)
+        keys = [head[:STORE_KEY_BYTES] for head in heads if head is not None]
+        if self._store.encodes(space.indices[0]) or any(self._store.host.refs(keys)):
             return None
         nbytes = _occupied(sizes)
         try:
@@ -82,7 +83,7 @@ class Rooms:
         except ServiceError:
             return None
         try:
-            handles = self._store.private.room(sizes, parents)
+            handles = self._store.private.room(sizes, space.above(names))
         except BaseException:  # a policy of somebody else's
             self._lent.give(nbytes)
             raise

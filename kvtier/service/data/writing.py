@@ -20,7 +20,7 @@ import xxhash
 
 from kvtier.hints import Hint
 from kvtier.native.checksum import HEAD_BYTES, copy_checksums
-from kvtier.service.cache import BlockName, BlockPut, PutOutcome, Room, ServiceError
+from kvtier.service.cache import BlockNames, BlockPut, PutOutcome, Room, ServiceError
 from kvtier.service.data.exchange import Exchange
 from kvtier.service.data.session import Session
 from kvtier.store import Received
@@ -132,7 +132,7 @@ class _Puts:
 
     def _put_in_room(self, some: _Announced, fill: Callable[[Room], list[bytes]]) -> bool:
         """Fill host memory with the bytes of some blocks and begin to put them; False: there is no room."""
-        session, names = self._session, list(map(BlockName, some.keys, some.parts, some.parents))
+        session, names = self._session, BlockNames(some.keys, some.parts, some.parents)
         room = session.cache.room(session.caller, self._ns, names, some.sizes)
         if room is None:
             return False

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
-from data_world import BLOCK, NOTHING, PARTS, World, blocks, chain, content, world
+from data_world import BLOCK, NOTHING, PARTS, PLAIN, World, blocks, chain, content, world
 from hypothesis import given, settings
 
 from kvtier.client.results import Block
@@ -15,7 +16,7 @@ from kvtier.errors import FormatMismatch, LeaseError
 from kvtier.hints import Hint
 from kvtier.layout import Layout
 from kvtier.native.receiving import hashed
-from kvtier.service.cache import BlockName, BlockPut, PutOutcome
+from kvtier.service.cache import BlockNames, BlockPut, PutOutcome
 from kvtier.store import Received, TieredStore
 from kvtier.testing.blocks import chain_refs
 from kvtier.tiers import BlockRef, Handle, block_checksum, checksum_head
@@ -37,6 +38,10 @@ def received(store: TieredStore, *names: str) -> list[Handle]:
     for handle, name in zip(handles, names, strict=False):
         store.host.buffer(handle)[:SIZE] = name.encode() * (SIZE // len(name))
     return handles
+
+
+def named(keys: list[bytes]) -> BlockNames:
+    return BlockNames(keys, [0] * len(keys), [None] * len(keys))
 
 
 def put(store: TieredStore, refs: list[BlockRef], handles: list[Handle]) -> list[str]:
@@ -88,7 +93,7 @@ def test_the_checksum_made_on_the_way_is_the_records_if_its_head_is(store: Tiere
 def test_a_part_that_is_none_has_no_head(tmp_path: Path) -> None:
     with world(tmp_path) as service, service.client() as client:
         client.create_namespace("parts", None)
-        names = [BlockName(b"p" * 16, part) for part in (0, 1, -1)]
+        names = BlockNames([b"p" * 16] * 3, [0, 1, -1], [None] * 3)
         room = service.cache.room(service.admin, "parts", names, [BLOCK] * 3)
         assert room is not None
         assert [head is None for head in room.heads] == [False, True, True]
@@ -182,14 +187,14 @@ def test_a_tenant_lends_a_part_of_its_memory_only(tmp_path: Path) -> None:
         caller = service.admin
         share = (16 << 20) // 8
         count = share // BLOCK
-        room = service.cache.room(caller, "rooms", [BlockName(b"r" * 16)] * count, [BLOCK] * count)
+        room = service.cache.room(caller, "rooms", named([b"r" * 16] * count), [BLOCK] * count)
         assert room is not None
-        assert service.cache.room(caller, "rooms", [BlockName(b"s" * 16)], [1]) is None
+        assert service.cache.room(caller, "rooms", named([b"s" * 16]), [1]) is None
         keys = chain(20, "beside")
         assert set(client.put_many("rooms", blocks(keys))) == {PutOutcome.STORED}
         room.close()
         room.close()
-        again = service.cache.room(caller, "rooms", [BlockName(b"k" * 16)], [BLOCK])
+        again = service.cache.room(caller, "rooms", named([b"k" * 16]), [BLOCK])
         assert again is not None
         again.views[0][:] = content(keys[0])
         (owned,) = again.received(hashed(again.views, again.heads))
@@ -265,13 +270,13 @@ def test_many_short_blocks_are_lent_what_they_occupy(tmp_path: Path) -> None:
     with world(tmp_path) as service, service.client() as client:
         client.create_namespace("short", None)
         share = (16 << 20) // 8 // 4096
-        names = [BlockName(key) for key in chain(share + 1, "short")]
-        assert service.cache.room(service.admin, "short", names, [1] * (share + 1)) is None
-        room = service.cache.room(service.admin, "short", names[1:], [1] * share)
+        first, *others = chain(share + 1, "short")
+        assert service.cache.room(service.admin, "short", named([first, *others]), [1] * (share + 1)) is None
+        room = service.cache.room(service.admin, "short", named(others), [1] * share)
         assert room is not None
-        assert service.cache.room(service.admin, "short", names[:1], [1]) is None
+        assert service.cache.room(service.admin, "short", named([first]), [1]) is None
         room.close()
-        again = service.cache.room(service.admin, "short", names[:1], [1])
+        again = service.cache.room(service.admin, "short", named([first]), [1])
         assert again is not None
         again.close()
 
@@ -282,9 +287,8 @@ def test_what_a_tenant_lends_follows_its_quota(tmp_path: Path) -> None:
         caller = service.admin
 
         def most() -> int:
-            names = [BlockName(key) for key in chain(64, "resized")]
             for count in range(64, 0, -1):
-                room = service.cache.room(caller, "resized", names[:count], [BLOCK] * count)
+                room = service.cache.room(caller, "resized", named(chain(count, "resized")), [BLOCK] * count)
                 if room is not None:
                     room.close()
                     return count
@@ -326,3 +330,21 @@ def test_what_lay_in_a_room_before_does_not_show_behind_a_block(tmp_path: Path, 
             spans = [found.span for found in reading.blocks]
             pages = [bytes(region.view(span.offset, PAGES)) for span in spans if span is not None]
         assert pages == [b"\x11" * SIZE + bytes(PAGES - SIZE)] * 20
+
+
+@pytest.mark.parametrize("way", ["tcp", "unix", "shared"])
+def test_blocks_that_are_encoded_fill_host_whole(tmp_path: Path, way: str) -> None:
+    """Raw bytes on their way do not lie where encoded blocks could."""
+    tiering = {"host": {"capacity": "32MiB", "format": "int8"}, "accept_lossy": True}
+    with world(tmp_path, tiering=tiering) as service, service.client(way) as client:
+        client.create_namespace("encoded", PLAIN)
+        host = service.cache._tenants["red"].store.host
+        values = np.random.default_rng(7).standard_normal(BLOCK // 4).astype(np.float32)
+        for turn in range(40):
+            made = [Block(key, values.tobytes(), depth=-1) for key in chain(32, f"encoded{turn}")]
+            assert set(client.put_many("encoded", made)) == {PutOutcome.STORED}
+        stats = host.stats()
+        assert stats["evicted"] > 0
+        assert (16 << 20) - stats["bytes"] < stats["bytes"] // stats["blocks"]
+        (found,) = client.get_many("encoded", [made[-1].key], lossy=True)
+        assert np.abs(np.frombuffer(found.data, np.float32) - values).max() < 0.05
