@@ -24,11 +24,13 @@ from kvtier.client.pipeline import Incoming, Pipeline, Turn
 from kvtier.client.results import Block, Found, PutOutcome
 from kvtier.client.stream import PlainStream
 from kvtier.client.transfers import Ask, Places, found_of, guards_of, outcomes_of, put_head, requests
-from kvtier.errors import TierUnavailable
+from kvtier.errors import FormatMismatch, TierUnavailable
+from kvtier.keys import STORE_KEY_BYTES
 from kvtier.layout import Span
 from kvtier.native.checksum import copy_checksums
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import Opcode, WireError
+from kvtier.wire.packing import LONGEST_KEY
 
 __all__ = ["Lease", "SharedMemory"]
 
@@ -202,8 +204,8 @@ class SharedMemory:
         """A conversation that is left in the middle would leave holds behind, or memory that is still being read."""
         try:
             yield
-        except (Refused, _NoSlot):
-            # Whoever was refused has brought the rest to an end.
+        except _IN_STEP:
+            # Whoever raised it has brought the rest to an end.
             raise
         except BaseException:
             self._pipeline.close()
@@ -214,10 +216,13 @@ class SharedMemory:
     def takes(self, blocks: Sequence[Block]) -> bool:
         """Whether these blocks can be put through the staging region: every one fits into a slot of it.
 
-        What is no block is not, so that the service refuses it.
+        What is no block is not: over the socket it is refused before anything is under way.
         """
-        sizes = [memoryview(block.data).nbytes for block in blocks]
-        return 0 < min(sizes) <= max(sizes) <= self._slot_bytes
+        views = [memoryview(block.data) for block in blocks]
+        sizes = [view.nbytes for view in views]
+        widths = {len(key) for block in blocks for key in (block.key, block.parent) if key is not None}
+        named = STORE_KEY_BYTES <= min(widths) <= max(widths) <= LONGEST_KEY
+        return named and 0 < min(sizes) <= max(sizes) <= self._slot_bytes and all(view.c_contiguous for view in views)
 
     def put(self, ns: str, blocks: Sequence[Block], deadline: float) -> list[PutOutcome]:
         """Store blocks, slot by slot."""
@@ -248,6 +253,10 @@ class SharedMemory:
 
 class _NoSlot(DeadlineExceeded):
     """Others had all of the staging region: nothing was asked for, and nothing is under way."""
+
+
+# What a call may end with and leave the connection to others: it waits for its answers, and holds nothing then.
+_IN_STEP = (Refused, FormatMismatch, _NoSlot)
 
 
 class _Stages:
@@ -286,7 +295,7 @@ class _Stages:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wait for everything, unless the connection is given up anyway."""
-        if kind is not None and not issubclass(kind, Refused):
+        if kind is not None and not issubclass(kind, _IN_STEP):
             return
         refused: Refused | None = None
         while self._turns:
@@ -305,6 +314,7 @@ class _Leases:
         self._pipeline = pipeline
         self._read = ask
         self._unchecked = unchecked
+        self._held = 0
         self._turns: deque[tuple[Turn, type[wire.Leased | wire.Done]]] = deque()
 
     def begin(self, start: int, keys: Sequence[bytes]) -> None:
@@ -313,6 +323,7 @@ class _Leases:
 
     def release(self, lease: int) -> None:
         """Let go. The answer, which is waited for later, says that the hold lasted until then."""
+        self._held = 0
         if lease:
             self._send(Opcode.RELEASE, wire.Release([lease]), wire.Done)
 
@@ -328,6 +339,7 @@ class _Leases:
         while True:
             answer = self._take()
             if isinstance(answer, wire.Leased):
+                self._held = answer.lease
                 return answer
 
     def __enter__(self) -> Self:
@@ -337,8 +349,9 @@ class _Leases:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Let go of what is not wanted any more, and wait for everything, unless the connection is given up anyway."""
-        if kind is not None and not issubclass(kind, Refused):
+        if kind is not None and not issubclass(kind, _IN_STEP):
             return
+        self.release(self._held)
         while self._turns:
             try:
                 answer = self._take()

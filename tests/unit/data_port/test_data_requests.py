@@ -4,16 +4,20 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
-from data_world import NOTHING, PLAIN, World, chain, content, world
+from data_world import BLOCK, NOTHING, PLAIN, World, chain, content, world
 from data_world import blocks as chain_blocks
 from hypothesis import example, given
+from patience import until
 
 from kvtier.client.errors import DeadlineExceeded, TooLarge
 from kvtier.client.results import Block, PutOutcome
 from kvtier.client.transfers import requests
+from kvtier.errors import FormatMismatch
 from kvtier.hints import Hint
 from kvtier.layout import GroupKind, LayerGroup, Layout
+from kvtier.wire.frames import WireError
 
 LAYER = 8 << 10
 # Groups of as many layers: no two parts of a block fill a slot of six layers as the parts of the block before did.
@@ -110,6 +114,44 @@ def test_who_gets_no_slot_in_time_leaves_the_connection_to_others(service: World
             memory._slots.put(slot)
         assert client.put("slots", block) is PutOutcome.STORED
         assert client._pipeline is connection
+
+
+@pytest.mark.parametrize("way", ["tcp", "unix", "shared"])
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (Block(bytes(16), np.zeros((64, 64), np.uint8)[:, ::2].data, depth=-1), TypeError),
+        (Block(b"short", b"data", depth=-1), WireError),
+        (Block(bytes(16), b"data", parent=b"short", depth=1), WireError),
+    ],
+    ids=["not contiguous", "key", "parent"],
+)
+def test_what_is_no_block_leaves_the_connection_to_others(
+    service: World, way: str, wrong: Block, error: type[Exception]
+) -> None:
+    with service.client(way) as client:
+        client.create_namespace("wrong", None)
+        connection, good = client._pipeline, Block(chain(1, "wrong")[0], b"whole", depth=-1)
+        with pytest.raises(error):
+            client.put_many("wrong", [good, wrong])
+        client.put("wrong", good)
+        assert client._pipeline is connection
+
+
+@pytest.mark.parametrize("way", ["tcp", "unix", "shared"])
+def test_a_buffer_that_is_too_short_leaves_the_connection_to_others(tmp_path: Path, way: str) -> None:
+    with world(tmp_path) as service, service.client(way) as client:
+        client.create_namespace("buffers", None)
+        keys = chain(40, "buffers")
+        client.put_many("buffers", chain_blocks(keys))
+        into = [memoryview(bytearray(BLOCK)) for _ in keys]
+        for short in (0, 12, 39):
+            connection = client._pipeline
+            with pytest.raises(FormatMismatch, match="a buffer of 5 bytes"):
+                client.get_many("buffers", keys, into=[*into[:short], memoryview(bytearray(5)), *into[short + 1 :]])
+            until(lambda: service.holds() | {"buffers": 0} == NOTHING | {"connections": 1})
+            assert len(client.get_many("buffers", keys, into=into)) == 40
+            assert client._pipeline is connection
 
 
 @pytest.mark.parametrize("way", ["tcp", "unix", "shared"])
