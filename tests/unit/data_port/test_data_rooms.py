@@ -1,7 +1,9 @@
 """Bytes that are received into host memory stay where they are when they are put."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import hypothesis.strategies as st
 import numpy as np
@@ -348,3 +350,41 @@ def test_blocks_that_are_encoded_fill_host_whole(tmp_path: Path, way: str) -> No
         assert (16 << 20) - stats["bytes"] < stats["bytes"] // stats["blocks"]
         (found,) = client.get_many("encoded", [made[-1].key], lossy=True)
         assert np.abs(np.frombuffer(found.data, np.float32) - values).max() < 0.05
+
+
+@pytest.mark.parametrize("ways", [("tcp", "tcp"), ("unix", "shared"), ("shared", "shared")])
+def test_of_two_that_put_the_same_blocks_at_once_one_joins(tmp_path: Path, ways: tuple[str, str]) -> None:
+    """Both have rooms for them; each block is stored once, told once, and whole, as one of the two sent it."""
+    with world(tmp_path) as service:
+        with service.client() as client:
+            client.create_namespace("both", None)
+        store = service.cache._tenants["red"].store
+        told: dict[bytes, int] = {}
+        at_once = Barrier(2)
+
+        def puts(number: int) -> list[list[PutOutcome]]:
+            outcomes = []
+            with service.client(ways[number]) as client:
+                client.connect()
+                for turn in range(8):
+                    made = [Block(key, content(key, SIZE, number), depth=-1) for key in chain(24, f"both{turn}")]
+                    at_once.wait(30)
+                    outcomes.append(client.put_many("both", made))
+            return outcomes
+
+        with ThreadPoolExecutor(2) as pool:
+            one, other = pool.map(puts, range(2))
+        assert service.settled() == NOTHING
+        for event in service.cache.events(service.admin).since(0).events:
+            assert event.kind == "stored"
+            told.update((key, told.get(key, 0) + 1) for key in event.keys)
+        assert set(told.values()) == {1}
+        with service.client() as client:
+            for turn in range(8):
+                keys = chain(24, f"both{turn}")
+                found = client.get_many("both", keys)
+                assert len(found) == 24
+                for item, *outcomes in zip(found, one[turn], other[turn], strict=True):
+                    assert sorted(outcomes) == [PutOutcome.EXISTS, PutOutcome.STORED]
+                    assert item.data == content(item.key, SIZE, outcomes.index(PutOutcome.STORED))
+        assert len(told) == store.host.stats()["blocks"] == 8 * 24
