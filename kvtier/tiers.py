@@ -30,6 +30,7 @@ from kvtier.layout import Span
 
 __all__ = [
     "OWN_WORK",
+    "RECEIVING",
     "USED_ELSEWHERE",
     "AddressableTier",
     "BlockRef",
@@ -62,6 +63,9 @@ Owner: TypeAlias = str
 
 OWN_WORK = "store."
 """Owners that begin with this are the store itself: their leases are no use of a block, and renew no recency."""
+
+RECEIVING: Owner = OWN_WORK + "receiving"
+"""Reservations of this owner are memory for bytes on their way: where there is none, no block is dropped for it yet."""
 
 USED_ELSEWHERE: Owner = "used.elsewhere"
 """Leases of this owner renew recency, and are neither hits nor misses."""

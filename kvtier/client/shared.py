@@ -19,16 +19,18 @@ import msgspec
 import numpy as np
 
 from kvtier.attach import AttachedRegion, recv_regions
-from kvtier.client.errors import DeadlineExceeded, ProtocolError, Refused
+from kvtier.client.errors import DeadlineExceeded, ProtocolError, Refused, TooLarge
 from kvtier.client.pipeline import Incoming, Pipeline, Turn
 from kvtier.client.results import Block, Found, PutOutcome
 from kvtier.client.stream import PlainStream
 from kvtier.client.transfers import Ask, Places, found_of, guards_of, outcomes_of, put_head, requests
-from kvtier.errors import TierUnavailable
+from kvtier.errors import FormatMismatch, TierUnavailable
+from kvtier.keys import STORE_KEY_BYTES
 from kvtier.layout import Span
 from kvtier.native.checksum import copy_checksums
 from kvtier.wire import messages as wire
 from kvtier.wire.frames import Opcode, WireError
+from kvtier.wire.packing import LONGEST_KEY
 
 __all__ = ["Lease", "SharedMemory"]
 
@@ -134,16 +136,26 @@ class SharedMemory:
         """Copy blocks out, window by window; `block_bytes`: of all asked parts of one block, 0 if they differ."""
         places = Places(ask, into)
         typical, widest = block_bytes or self._typical.get(ask.ns, 0), _WINDOW_BYTES if block_bytes else _GUESSED_BYTES
-        windows = list(_windows(ask.keys, typical, widest, self._pipeline.welcome.limits))
-        found = self._get(ask, places, windows, unchecked=True)
-        # A block is damaged: the service, which is to look at all of them now, drops it.
-        return self._get(ask, places, windows, unchecked=False) or [] if found is None else found
+        limits = self._pipeline.welcome.limits
+        while True:
+            windows = list(_windows(ask.keys, typical, widest, limits))
+            try:
+                found = self._get(ask, places, windows, unchecked=True)
+                # A block is damaged: the service, which is to look at all of them now, drops it.
+                return self._get(ask, places, windows, unchecked=False) or [] if found is None else found
+            except TooLarge:
+                most = max(len(keys) for _, keys in windows)
+                if most == 1:
+                    raise
+                # They are larger than those that were read last.
+                typical = max(2 * typical, limits.batch_bytes // most)
 
     def _get(
         self, ask: Ask, places: Places, windows: Sequence[tuple[int, Sequence[bytes]]], *, unchecked: bool
     ) -> list[Found] | None:
         """One attempt; `unchecked`: bytes are verified here, and None says that some are damaged."""
         found: list[Found] = []
+        typical = 0
         with self._whole(), _Leases(self._pipeline, ask, unchecked=unchecked) as leases:
             for start, keys in windows[:_UNDER_WAY]:
                 leases.begin(start, keys)
@@ -152,7 +164,7 @@ class SharedMemory:
                 blocks = len(set(answer.at))
                 goes_on = ask.each or blocks == len(keys)
                 if blocks:
-                    self._typical[ask.ns] = sum(answer.sizes) // blocks
+                    typical = self._typical[ask.ns] = max(typical, sum(answer.sizes) // blocks)
                 if goes_on and number + _UNDER_WAY < len(windows):
                     leases.begin(*windows[number + _UNDER_WAY])
                 copies, sound = places.of(answer, start), True
@@ -192,8 +204,8 @@ class SharedMemory:
         """A conversation that is left in the middle would leave holds behind, or memory that is still being read."""
         try:
             yield
-        except Refused:
-            # Whoever was refused has brought the rest to an end.
+        except _IN_STEP:
+            # Whoever raised it has brought the rest to an end.
             raise
         except BaseException:
             self._pipeline.close()
@@ -202,8 +214,15 @@ class SharedMemory:
     # ---- writing
 
     def takes(self, blocks: Sequence[Block]) -> bool:
-        """Whether these blocks can be put through the staging region: every one fits into a slot of it."""
-        return memoryview(max(blocks, key=lambda block: memoryview(block.data).nbytes).data).nbytes <= self._slot_bytes
+        """Whether these blocks can be put through the staging region: every one fits into a slot of it.
+
+        What is no block is not: over the socket it is refused before anything is under way.
+        """
+        views = [memoryview(block.data) for block in blocks]
+        sizes = [view.nbytes for view in views]
+        widths = {len(key) for block in blocks for key in (block.key, block.parent) if key is not None}
+        named = STORE_KEY_BYTES <= min(widths) <= max(widths) <= LONGEST_KEY
+        return named and 0 < min(sizes) <= max(sizes) <= self._slot_bytes and all(view.c_contiguous for view in views)
 
     def put(self, ns: str, blocks: Sequence[Block], deadline: float) -> list[PutOutcome]:
         """Store blocks, slot by slot."""
@@ -213,8 +232,8 @@ class SharedMemory:
         outcomes: list[PutOutcome] = []
         with self._whole(), _Stages(self._pipeline, self._slots, outcomes) as stages:
             for some in requests(blocks, self._pipeline.welcome.limits.keys, self._slot_bytes):
-                slot = self._slot(stages, deadline)
                 views = [memoryview(block.data).cast("B") for block in some]
+                slot = self._slot(stages, deadline)
                 offsets = _offsets(slot, views)
                 places = zip(offsets, views, strict=True)
                 _copied(views, [staging.view(Span(0, offset, view.nbytes)) for offset, view in places])
@@ -228,8 +247,16 @@ class SharedMemory:
             with suppress(queue.Empty):
                 return self._slots.get(timeout=0 if stages.under_way else max(0.0, deadline - time.monotonic()))
             if not stages.under_way:
-                raise DeadlineExceeded(f"{self._pipeline.address}: other puts took all of the time")
+                raise _NoSlot(f"{self._pipeline.address}: other puts took all of the time")
             stages.finish()
+
+
+class _NoSlot(DeadlineExceeded):
+    """Others had all of the staging region: nothing was asked for, and nothing is under way."""
+
+
+# What a call may end with and leave the connection to others: it waits for its answers, and holds nothing then.
+_IN_STEP = (Refused, FormatMismatch, _NoSlot)
 
 
 class _Stages:
@@ -268,7 +295,7 @@ class _Stages:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wait for everything, unless the connection is given up anyway."""
-        if kind is not None and not issubclass(kind, Refused):
+        if kind is not None and not issubclass(kind, _IN_STEP):
             return
         refused: Refused | None = None
         while self._turns:
@@ -287,6 +314,7 @@ class _Leases:
         self._pipeline = pipeline
         self._read = ask
         self._unchecked = unchecked
+        self._held = 0
         self._turns: deque[tuple[Turn, type[wire.Leased | wire.Done]]] = deque()
 
     def begin(self, start: int, keys: Sequence[bytes]) -> None:
@@ -295,6 +323,7 @@ class _Leases:
 
     def release(self, lease: int) -> None:
         """Let go. The answer, which is waited for later, says that the hold lasted until then."""
+        self._held = 0
         if lease:
             self._send(Opcode.RELEASE, wire.Release([lease]), wire.Done)
 
@@ -310,6 +339,7 @@ class _Leases:
         while True:
             answer = self._take()
             if isinstance(answer, wire.Leased):
+                self._held = answer.lease
                 return answer
 
     def __enter__(self) -> Self:
@@ -319,8 +349,9 @@ class _Leases:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Let go of what is not wanted any more, and wait for everything, unless the connection is given up anyway."""
-        if kind is not None and not issubclass(kind, Refused):
+        if kind is not None and not issubclass(kind, _IN_STEP):
             return
+        self.release(self._held)
         while self._turns:
             try:
                 answer = self._take()

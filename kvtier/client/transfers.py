@@ -305,7 +305,7 @@ def outcomes_of(answer: wire.Outcomes, count: int) -> list[PutOutcome]:
 
 
 def requests(blocks: Sequence[Block], most_keys: int, most_bytes: int) -> Iterator[Sequence[Block]]:
-    """Consecutive blocks with one hint, within the limits, never apart the parts of one block."""
+    """Consecutive blocks with one hint, within the limits; the parts of one block apart only if they exceed these."""
     sizes = [memoryview(block.data).nbytes for block in blocks]
     start = safe = nbytes = 0
     key = hint = None
@@ -314,8 +314,10 @@ def requests(blocks: Sequence[Block], most_keys: int, most_bytes: int) -> Iterat
             safe, key = at, block.key
         if at == start:
             hint = block.hint
-        other = block.hint is not hint and block.hint != hint
-        if other or (at > start and (at - start >= most_keys or nbytes + sizes[at] > most_bytes)):
+        # Twice, where what is left after a cut before the block is too much with this part of it.
+        while (other := block.hint is not hint and block.hint != hint) or (
+            at > start and (at - start >= most_keys or nbytes + sizes[at] > most_bytes)
+        ):
             cut = at if other or safe <= start else safe
             yield blocks[start:cut]
             start, nbytes, hint = cut, sum(sizes[cut:at]), blocks[cut].hint

@@ -21,6 +21,7 @@ from kvtier.native.checksum import Bytes, copy_checksums
 from kvtier.policies import EvictionPolicy, LruPolicy
 from kvtier.tiers import (
     OWN_WORK,
+    RECEIVING,
     BlockRef,
     Completions,
     Done,
@@ -257,7 +258,7 @@ class HostTier:
             evicted = self._table.evicted - evicted
             self._tell_occupied()
         self._count_evicted(evicted)
-        refused = [result.reason for result in results if isinstance(result, Full)]
+        refused = [result.reason for result in results if isinstance(result, Full) and owner != RECEIVING]
         for reason in set(refused):
             self._metrics.dropped_blocks.labels(self.name, reason).inc(refused.count(reason))
         return results

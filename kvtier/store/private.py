@@ -8,6 +8,7 @@ import hashlib
 import secrets
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from kvtier.keys import STORE_KEY_BYTES, namespace_index
@@ -15,7 +16,7 @@ from kvtier.layout import Span
 from kvtier.store.gateway import GatewayTier
 from kvtier.store.lanes import Lane, Operation, Steps
 from kvtier.store.port import Port
-from kvtier.tiers import OWN_WORK, BlockRef, Handle, Reservation, Status, block_checksum
+from kvtier.tiers import OWN_WORK, RECEIVING, BlockRef, Handle, Reservation, Status, block_checksum
 
 __all__ = ["PrivateObject", "PrivateObjects"]
 
@@ -73,14 +74,25 @@ class PrivateObjects:
             for handle, data in zip(handles, buffers, strict=True)
         )
 
-    def room(self, sizes: Sequence[int]) -> list[Handle]:
+    def room(self, sizes: Sequence[int], above: Sequence[bytes] = ()) -> list[Handle]:
         """Memory to receive blocks of these sizes into, to be put with `owned`; none where host does not have it all.
 
         Whoever was given it ends it by `give_up`, whatever became of the put.
+
+        Args:
+            sizes: bytes of each.
+            above: store keys of what the blocks hang from, one for each of them at most: those that are in host do not
+                leave to make this room, nor as long as it is held.
         """
-        refs = [BlockRef(key, self._ns, 0, None, exact=True) for key in _keys(len(sizes))]
+        parents = chain(above, repeat(None))
+        refs = [
+            BlockRef(key, self._ns, -1, parent, exact=True)
+            for key, parent in zip(_keys(len(sizes)), parents, strict=False)
+        ]
         nothing: list[Reservation] = []
-        slots = self._gate.attempt("room", lambda: self._host.reserve(refs, sizes, [_RAW] * len(refs), _OWNER), nothing)
+        slots = self._gate.attempt(
+            "room", lambda: self._host.reserve(refs, sizes, [_RAW] * len(refs), RECEIVING), nothing
+        )
         handles = [slot for slot in slots if isinstance(slot, Handle)]
         if len(handles) < len(sizes):
             self.give_up(handles)

@@ -153,6 +153,11 @@ class Recoder:
             return ref.exact
         return self._encoded(tier, ref, known, 0).ref.exact
 
+    def encodes(self, tier: Tier, ns: int) -> bool:
+        """Whether a tier keeps raw blocks of a namespace in another format."""
+        known = self._namespaces.get(ns)
+        return known is not None and known.formats.get(tier.name, _RAW) != _RAW
+
     def keeps_exact(self) -> bool:
         """Whether host stores exact blocks as such, in every namespace."""
         host = self._tiers[0].name

@@ -203,6 +203,10 @@ class TieredStore:
         """Whether what is put as exact is exact in host, too."""
         return self._recoder.keeps_exact()
 
+    def encodes(self, ns: int) -> bool:
+        """Whether blocks of a namespace are encoded in host: their bytes do not stay where they were received."""
+        return self._recoder.encodes(self.host, ns)
+
     def held(self, keys: Sequence[bytes], *, exact: bool) -> list[bool]:
         """Which of `keys` are in host, and (`exact`) exact where host can keep them so; each by itself, no run."""
         return self._ports[0].present(keys, exact=exact and self._recoder.keeps_exact())

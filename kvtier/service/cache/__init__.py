@@ -18,7 +18,13 @@ from kvtier.service.cache.cache import Cache
 from kvtier.service.cache.callers import DEFAULT_TENANT, LOCAL, PROCESS, Caller, Scope
 from kvtier.service.cache.errors import STATUSES, Code, ServiceError
 from kvtier.service.cache.history import LONGEST_SECONDS, HistoryInfo, TierHistory
-from kvtier.service.cache.namespaces import NamespaceInfo, NamespaceSpec, layout_as_data, layout_from_data
+from kvtier.service.cache.namespaces import (
+    BlockNames,
+    NamespaceInfo,
+    NamespaceSpec,
+    layout_as_data,
+    layout_from_data,
+)
 from kvtier.service.cache.places import Places
 from kvtier.service.cache.reading import Found, Reading
 from kvtier.service.cache.records import BlockPut, PinInfo, PrefetchInfo, PutOutcome
@@ -32,6 +38,7 @@ __all__ = [
     "LONGEST_SECONDS",
     "PROCESS",
     "STATUSES",
+    "BlockNames",
     "BlockPut",
     "Cache",
     "Caller",

@@ -17,7 +17,7 @@ from kvtier.service.cache.errors import ServiceError
 from kvtier.service.cache.events import TenantEvents
 from kvtier.service.cache.figures import Figures
 from kvtier.service.cache.history import HistoryInfo
-from kvtier.service.cache.namespaces import NamespaceInfo, NamespaceSpec, OpenNamespace, check_name
+from kvtier.service.cache.namespaces import BlockNames, NamespaceInfo, NamespaceSpec, OpenNamespace, check_name
 from kvtier.service.cache.puts import check_blocks, check_keys, items, own_session
 from kvtier.service.cache.quotas import read_quotas
 from kvtier.service.cache.reading import Reading
@@ -361,13 +361,13 @@ class Cache:
         stored.add_done_callback(done)
         return told
 
-    def room(self, caller: Caller, ns: str, names: Sequence[tuple[bytes, int]], sizes: Sequence[int]) -> Room | None:
+    def room(self, caller: Caller, ns: str, names: BlockNames, sizes: Sequence[int]) -> Room | None:
         """Host memory to receive blocks into that are about to be put (`BlockPut.owned`). Scope write.
 
-        None: there is none now; receive them elsewhere. `names` are chain key and part of each.
+        None: there is none now; receive them elsewhere.
         """
         tenant, space = self._space(caller, Scope.WRITE, ns)
-        return tenant.rooms.take(sizes, space.heads(names))
+        return tenant.rooms.take(space, names, sizes)
 
     def _moved_in(
         self, tenant: Tenant, space: OpenNamespace, blocks: Sequence[BlockPut], outcomes: Sequence[PutOutcome]

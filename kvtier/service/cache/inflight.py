@@ -13,11 +13,11 @@ class InFlight:
     """A bounded sum. Thread-safe. One per tenant, so that nobody makes another one wait.
 
     Args:
-        limit: bytes.
+        limit: bytes; may be set anew, for what is taken from then on.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._lock = threading.Lock()
         self.nbytes = 0
 
@@ -28,10 +28,10 @@ class InFlight:
             ServiceError: busy: it would exceed the limit.
         """
         with self._lock:
-            if self.nbytes + nbytes > self._limit:
+            if self.nbytes + nbytes > self.limit:
                 raise ServiceError(
                     "busy",
-                    f"{nbytes} bytes beside {self.nbytes} that are in flight: at most {self._limit}; close readings, "
+                    f"{nbytes} bytes beside {self.nbytes} that are in flight: at most {self.limit}; close readings, "
                     "or try again later",
                     retry_after=_RETRY_SECONDS,
                 )

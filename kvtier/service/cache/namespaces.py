@@ -3,9 +3,9 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from kvtier.errors import FormatMismatch
 from kvtier.keys import KEY_SCHEME, STORE_KEY_BYTES, Namespace, namespace_index, store_keys
@@ -14,6 +14,7 @@ from kvtier.service.cache.errors import ServiceError
 from kvtier.tiers import record_heads
 
 __all__ = [
+    "BlockNames",
     "NamespaceInfo",
     "NamespaceSpec",
     "OpenNamespace",
@@ -125,6 +126,14 @@ class NamespaceInfo:
     host_bytes: int = 0
 
 
+class BlockNames(NamedTuple):
+    """Parts of blocks, as clients name them by chain keys: a column for each field. No parent: none, or unknown."""
+
+    keys: Sequence[bytes]
+    parts: Sequence[int]
+    parents: Sequence[bytes | None]
+
+
 class OpenNamespace:
     """A namespace of one tenant in its store: one store namespace per part, so that each has a layout of its own.
 
@@ -186,15 +195,29 @@ class OpenNamespace:
             raise ServiceError("unknown_block", f"parts {list(chosen)}: the namespace has 0..{self.parts - 1}")
         return chosen
 
-    def heads(self, names: Sequence[tuple[bytes, int]]) -> list[bytes | None]:
-        """`tiers.checksum_head` of raw records, by chain key and part; None: there is no such part."""
-        heads: list[bytes | None] = [None] * len(names)
-        for part in {part for _, part in names}.intersection(range(self.parts)):
-            places = [at for at, (_, of) in enumerate(names) if of == part]
-            keys = store_keys([names[at][0] for at in places], self.masks[part])
+    def by_part(self, parts: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+        """Each part that there is, with its places among these: keys are masked fastest a part at a time."""
+        for part in set(parts).intersection(range(self.parts)):
+            yield part, [at for at, of in enumerate(parts) if of == part]
+
+    def heads(self, names: BlockNames) -> list[bytes | None]:
+        """`tiers.checksum_head` of each, as a raw record; None: there is no such part."""
+        heads: list[bytes | None] = [None] * len(names.keys)
+        for part, places in self.by_part(names.parts):
+            keys = store_keys([names.keys[at] for at in places], self.masks[part])
             for at, head in zip(places, record_heads(keys, self.indices[part], _RAW), strict=True):
                 heads[at] = head
         return heads
+
+    def above(self, names: BlockNames) -> list[bytes]:
+        """Store keys of the parents that are not among them, one for each of their children."""
+        inside = set(zip(names.parts, names.keys, strict=True))
+        named = zip(names.parts, names.parents, strict=True)
+        outside = [(part, key) for part, key in named if key is not None and (part, key) not in inside]
+        above: list[bytes] = []
+        for part, places in self.by_part([part for part, _ in outside]):
+            above += store_keys([outside[at][1] for at in places], self.masks[part])
+        return above
 
     def masked(self, keys: Sequence[bytes | None], part: int) -> list[bytes | None]:
         """From chain keys to a part's store keys, or from these back to the first 16 bytes of the chain keys."""

@@ -94,8 +94,7 @@ def _check_place(block: BlockPut, parts: int) -> None:
 def items(blocks: Sequence[BlockPut], space: OpenNamespace) -> tuple[list[tuple[BlockRef, memoryview]], list[Hint]]:
     """What `TieredStore.put_each` takes."""
     rows: list[tuple[BlockRef, memoryview] | None] = [None] * len(blocks)
-    for part in {block.part for block in blocks}:
-        places = [at for at, block in enumerate(blocks) if block.part == part]
+    for part, places in space.by_part([block.part for block in blocks]):
         some = [blocks[at] for at in places]
         keys = store_keys([block.key for block in some], space.masks[part])
         parents = space.masked([block.parent for block in some], part)

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+from kvtier.cpu.region import round_up
 from kvtier.keys import STORE_KEY_BYTES
 from kvtier.service.cache.errors import ServiceError
 from kvtier.service.cache.inflight import InFlight
+from kvtier.service.cache.namespaces import BlockNames, OpenNamespace
 from kvtier.store import Received, TieredStore
 from kvtier.tiers import Handle
 
@@ -61,20 +63,27 @@ class Rooms:
         self._store = store
         self._lent = InFlight(quota // _SHARE)
 
-    def take(self, sizes: Sequence[int], heads: Sequence[bytes | None]) -> Room | None:
-        """A room for blocks of these sizes and heads (see `Room`); None: there is none now, or none is needed.
+    def resize(self, quota: int) -> None:
+        """The tenant has so many bytes in host from now on; what is lent stays lent."""
+        self._lent.limit = quota // _SHARE
 
-        What is there already is not received into host memory: others would have to leave for it.
+    def take(self, space: OpenNamespace, names: BlockNames, sizes: Sequence[int]) -> Room | None:
+        """A room for these blocks, of these sizes; None: there is none now, or none is needed.
+
+        What is there already, or is encoded, is not received into host memory: others would have to leave for it. What
+        the blocks hang from does not leave for them.
         """
-        if any(self._store.host.refs([head[:STORE_KEY_BYTES] for head in heads if head is not None])):
+        heads = space.heads(names)
+        keys = [head[:STORE_KEY_BYTES] for head in heads if head is not None]
+        if self._store.encodes(space.indices[0]) or any(self._store.host.refs(keys)):
             return None
-        nbytes = sum(sizes)
+        nbytes = _occupied(sizes)
         try:
             self._lent.take(nbytes)
         except ServiceError:
             return None
         try:
-            handles = self._store.private.room(sizes)
+            handles = self._store.private.room(sizes, space.above(names))
         except BaseException:  # a policy of somebody else's
             self._lent.give(nbytes)
             raise
@@ -89,4 +98,9 @@ class Rooms:
         try:
             self._store.private.give_up(handles)
         finally:
-            self._lent.give(sum(handle.nbytes for handle in handles))
+            self._lent.give(_occupied([handle.nbytes for handle in handles]))
+
+
+def _occupied(sizes: Sequence[int]) -> int:
+    """Bytes of host memory that blocks of these sizes take: many of a byte each must not be taken for nothing."""
+    return sum(map(round_up, sizes))

@@ -366,6 +366,7 @@ class Tenant:
         """Change its quota in host; returns what is in force. Raises `CapacityError` beyond `service.host_limit`."""
         self.store.host.resize(nbytes)
         self.quotas["host"] = self.store.host.stats()["capacity_bytes"]
+        self.rooms.resize(self.quotas["host"])
         return self.quotas["host"]
 
     def set_policy(self, name: str) -> None:

@@ -56,8 +56,11 @@ class _Windows:
         if not all(0 <= part < (len(sizes) or 1) for part in parts):
             raise ServiceError("unknown_block", f"parts {asked.parts}: {asked.ns} has {len(sizes) or 1}")
         self._parts = parts
+        most = session.cache.settings.max_batch
+        self._widest = min(_WIDEST_BYTES, most)
+        self._typical = 0
         known = sum(sizes[part] for part in parts) if sizes else session.typical.get(asked.ns, 0)
-        self._count = max(1, _WINDOW_BYTES // known) if known else _OPAQUE_BLOCKS
+        self._count = max(1, min(_WINDOW_BYTES, most) // known) if known else _OPAQUE_BLOCKS
 
     def __iter__(self) -> Iterator[_Window]:
         start, keys, future = 0, *self._ask(0)
@@ -65,15 +68,21 @@ class _Windows:
         try:
             while future is not None:
                 follows, following = self._ask(start + len(keys))
-                reading = self._result(future, start, keys)
-                self._widen(reading)
-                more = following is not None and (self._asked.each or reading.found == len(keys))
+                asked, (keys, reading) = len(keys), self._result(future, start, keys)
                 future = None
+                self._widen(reading)
+                if following is not None and len(keys) < asked:
+                    # It begins behind what was left out.
+                    following.add_done_callback(_close)
+                    following = None
+                more = start + len(keys) < len(self._keys) and (self._asked.each or reading.found == len(keys))
                 # Whoever takes the window closes its reading.
                 yield _Window(start, reading, more)
                 if not more:
                     return
-                start, keys, future, following = start + len(keys), follows, following, None
+                start += len(keys)
+                keys, future = self._ask(start) if following is None else (follows, following)
+                following = None
         finally:
             for left in (future, following):
                 if left is not None:
@@ -81,8 +90,8 @@ class _Windows:
 
     def whole(self) -> _Window:
         """All of it as one window."""
-        keys = self._keys
-        return _Window(0, self._result(self._read(0, keys), 0, keys), more=False)
+        _, reading = self._result(self._read(0, self._keys), 0, self._keys, least=len(self._keys))
+        return _Window(0, reading, more=False)
 
     def _ask(self, start: int) -> "tuple[Sequence[bytes], Future[Reading] | None]":
         keys = self._keys[start : start + self._count]
@@ -110,20 +119,28 @@ class _Windows:
             if len(typical) >= self._session.cache.settings.max_namespaces:
                 # Names come and go; those that are there now are learned again.
                 typical.clear()
-            typical[self._asked.ns] = reading.nbytes // reading.found
-            self._count = max(1, min(2 * self._count, _WIDEST_BYTES * reading.found // reading.nbytes))
+            self._typical = typical[self._asked.ns] = max(self._typical, reading.nbytes // reading.found)
+            self._count = max(1, min(2 * self._count, self._widest * reading.found // reading.nbytes))
 
-    def _result(self, future: "Future[Reading]", start: int, keys: Sequence[bytes]) -> Reading:
+    def _result(
+        self, future: "Future[Reading]", start: int, keys: Sequence[bytes], least: int = 1
+    ) -> tuple[Sequence[bytes], Reading]:
+        """The reading of as many of the keys as one may have at a time, `least` of them."""
         while True:
             try:
-                return future.result(self._session.port.settings.request_timeout + _GRACE_SECONDS)
+                return keys, future.result(self._session.port.settings.request_timeout + _GRACE_SECONDS)
             except NotInTime:
                 raise ServiceError("timeout", "the read did not end at its deadline: a tier hangs") from None
             except ServiceError as error:
+                if error.code == "too_large" and len(keys) > least:
+                    # They are larger than those that were read before.
+                    keys = keys[: max(least, len(keys) // 2)]
+                    self._count = len(keys)
                 # Once some of the answer is under way, what others hold is waited for: this request holds nothing now.
-                if error.code != "busy" or not start or time.monotonic() > self._deadline:
+                elif error.code == "busy" and start and time.monotonic() <= self._deadline:
+                    time.sleep(_BUSY_SECONDS)
+                else:
                     raise
-            time.sleep(_BUSY_SECONDS)
             future = self._read(start, keys)
 
 

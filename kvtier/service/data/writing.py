@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import accumulate, repeat
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import xxhash
 
 from kvtier.hints import Hint
 from kvtier.native.checksum import HEAD_BYTES, copy_checksums
-from kvtier.service.cache import BlockPut, PutOutcome, Room, ServiceError
+from kvtier.service.cache import BlockNames, BlockPut, PutOutcome, Room, ServiceError
 from kvtier.service.data.exchange import Exchange
 from kvtier.service.data.session import Session
 from kvtier.store import Received
@@ -106,12 +106,23 @@ class _Puts:
         """Receive one window and begin to store it: in host memory where there is room, else through a buffer."""
         if self._put_in_room(some, lambda room: exchange.body(*room.views, heads=room.heads)):
             return
-        session = self._session
         with ExitStack() as memory:
-            lent = session.port.buffers.lend(session.caller.tenant, sum(some.sizes), _BUFFER_SECONDS)
-            buffer = memory.enter_context(lent)
+            buffer = self._lent(memory, sum(some.sizes))
             exchange.body(buffer)
             self.put(some, _cut(buffer, some.sizes), memory.pop_all())
+
+    def _lent(self, memory: ExitStack, nbytes: int) -> memoryview:
+        """A buffer, until `memory` is closed. Where there is none, one's own windows end first: they may have them all.
+
+        Raises:
+            ServiceError: busy: others have them.
+        """
+        lend = partial(self._session.port.buffers.lend, self._session.caller.tenant, nbytes)
+        while self._under_way:
+            with suppress(ServiceError):
+                return memory.enter_context(lend(0.0))
+            self._collect()
+        return memory.enter_context(lend(_BUFFER_SECONDS))
 
     def copy(self, views: Sequence[memoryview]) -> None:
         """Begin to store all of it from staging: copied here where there is room, for the store has one thread."""
@@ -121,7 +132,7 @@ class _Puts:
 
     def _put_in_room(self, some: _Announced, fill: Callable[[Room], list[bytes]]) -> bool:
         """Fill host memory with the bytes of some blocks and begin to put them; False: there is no room."""
-        session, names = self._session, list(zip(some.keys, some.parts, strict=True))
+        session, names = self._session, BlockNames(some.keys, some.parts, some.parents)
         room = session.cache.room(session.caller, self._ns, names, some.sizes)
         if room is None:
             return False
