@@ -87,6 +87,27 @@ def test_a_record_has_no_room_for_more_formats(tmp_path: Path) -> None:
             ledger.format("one more")
 
 
+def test_no_page_number_is_taken_for_a_name(tmp_path: Path) -> None:
+    directory = Directory(tmp_path / "n", PAGE)
+    index = Index(directory.path / "index", 64, durable=False)
+    begins_like_a_name = int.from_bytes(b"#n\0\0", "big")  # 2.2 TiB from the start
+    with index.write() as ledger:
+        ledger.format("raw")
+        ledger.namespace(namespace_index(b"y" * 32))
+        ledger.state = State(2**30, begins_like_a_name + 8)
+        ledger.insert(_key(1), _record(begins_like_a_name - 2))
+        ledger.release([Extent(begins_like_a_name, 4)])
+        ledger.hold([Extent(begins_like_a_name + 5, 2)], bytes(16))
+    index.close()
+    assert rebuild_index(directory) == Rebuilt(1, 0)
+    index = Index(directory.path / "index", None, durable=False)
+    with index.read() as ledger:
+        assert dict(ledger.records()) == {_key(1): _record(begins_like_a_name - 2)}
+        assert ledger.free.runs() == [Extent(0, begins_like_a_name - 2), Extent(begins_like_a_name, 8)]
+    index.close()
+    directory.drop()
+
+
 @pytest.mark.parametrize("sums", ["whole", "altered"])
 def test_an_index_is_rebuilt_from_its_whole_records(tmp_path: Path, sums: str) -> None:
     directory = Directory(tmp_path / "n", PAGE)
