@@ -12,7 +12,7 @@ through the whole tree, depths and sums as they are kept. Not checked is what va
 
 import os
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -242,16 +242,30 @@ class _Walk:
                     yield key, value
 
     def _in_use(self) -> _I64:
-        """All pages but those that are free, or those of the trees where it cannot be told which are free."""
+        """Pages of the trees that are not free; where either is damaged, the other one tells.
+
+        Where they contradict each other, one of them names a page by mistake, and what lies on it may be of another time.
+        """
+        free, used = self._claimed(self._free), self._claimed(self._databases)
+        if free is None and used is None:
+            raise DamagedIndex(f"{self._file} has damaged pages, and nothing tells which are in use")
+        every = np.ones_like(self._seen)
+        every[:2] = False
+        return np.flatnonzero(every & (every if used is None else used) & (every if free is None else ~free))
+
+    def _claimed(self, walk: Callable[[], None]) -> NDArray[np.bool_] | None:
+        """Which pages a walk of its own meets, and the first two; None if it fails."""
+        self._seen[2:], self._ordered = False, True
         try:
-            self._free()
+            walk()
         except DamagedIndex:
-            self._seen[2:] = False
-            for _, tree in self.trees():
-                for _ in self._leaves(tree, 0):
-                    pass
-            return np.flatnonzero(self._seen)[2:]
-        return np.flatnonzero(~self._seen)
+            return None
+        return self._seen.copy()
+
+    def _databases(self) -> None:
+        for _, tree in list(self.trees()):
+            for _ in self._leaves(tree, 0):
+                pass
 
     def _require(self, sound: "bool | np.bool_") -> None:
         if not sound:
