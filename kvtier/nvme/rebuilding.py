@@ -20,9 +20,10 @@ from kvtier.nvme.index import Index
 from kvtier.nvme.ledger import DATABASES, Ledger, State, record_in
 from kvtier.nvme.pages import entries_of, whole_entries
 
-__all__ = ["Rebuilt", "rebuild_free", "rebuild_index", "replace_index"]
+__all__ = ["Rebuilt", "discard_unfinished", "rebuild_free", "rebuild_index", "replace_index"]
 
 _BATCH = 4096
+_FRESH = "fresh"
 _Made = TypeVar("_Made")
 
 
@@ -46,17 +47,23 @@ def replace_index(path: Path, make: Callable[[Path], _Made]) -> _Made:
     Raises:
         OSError: the disk has no room for it.
     """
-    there, fresh = path / "index", path / "index" / "fresh"
-    shutil.rmtree(fresh, ignore_errors=True)  # of one that was killed
+    there, fresh = path / "index", path / "index" / _FRESH
+    discard_unfinished(path)
     try:
         fresh.mkdir()
         made = make(fresh)
-        (fresh / "data.mdb").replace(there / "data.mdb")
+        # First of all: who looks at the old file keeps its lock, whose count of transactions would mislead LMDB.
         (there / "lock.mdb").unlink(missing_ok=True)
+        (fresh / "data.mdb").replace(there / "data.mdb")
         _sync(there)
         return made
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        discard_unfinished(path)
+
+
+def discard_unfinished(path: Path) -> None:
+    """Remove what somebody left who was killed while replacing a directory's index."""
+    shutil.rmtree(path / "index" / _FRESH, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
