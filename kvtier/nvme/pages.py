@@ -244,7 +244,7 @@ class _Walk:
     def _in_use(self) -> _I64:
         """Pages of the trees that are not free; where either is damaged, the other one tells.
 
-        Where they contradict each other, one of them names a page by mistake, and what lies on it may be of another time.
+        Where they contradict each other, one names a page by mistake: what lies on it may be of another time.
         """
         free, used = self._claimed(self._free), self._claimed(self._databases)
         if free is None and used is None:

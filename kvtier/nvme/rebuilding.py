@@ -6,18 +6,18 @@ follows from the records, and what dead writers held is free as well.
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from kvtier.nvme.checking import Survey, free_runs, survey
+from kvtier.nvme.checking import Survey, free_runs, overlapping, survey
 from kvtier.nvme.directory import Directory
 from kvtier.nvme.extents import PAGE
 from kvtier.nvme.index import Index
-from kvtier.nvme.ledger import DATABASES, Ledger, State, record_in
+from kvtier.nvme.ledger import DATABASES, Ledger, Record, State, record_in
 from kvtier.nvme.pages import entries_of, whole_entries
 
 __all__ = ["Rebuilt", "discard_unfinished", "rebuild_free", "rebuild_index", "replace_index"]
@@ -98,11 +98,14 @@ def _rebuild(data_file: Path, path: Path, pages: int) -> int:
         with index.write() as ledger:
             unnamed = referred - ledger.adopt(rest)
             if unnamed:
-                _drop_unnamed(ledger, unnamed)
+                _drop(ledger, [item for item in ledger.records() if not unnamed.isdisjoint(item[1].names)])
             seen = survey(ledger)
             ledger.prepared = max(ledger.prepared, int(seen.used.sum(axis=1, dtype=np.int64).max(initial=0)))
             ledger.total = max(ledger.total, ledger.prepared)
-            rebuild_free(ledger, seen._replace(state=ledger.state))
+            # One of them is of another time, and its seal does not tell which.
+            _drop(ledger, overlapping(ledger, seen._replace(state=ledger.state)))
+            seen = survey(ledger)
+            rebuild_free(ledger, seen)
         index.flush()
         return seen.blocks
     finally:
@@ -126,11 +129,9 @@ def _copy_records(data_file: Path, index: Index) -> tuple[dict[bytes, bytes], se
     return rest, referred
 
 
-def _drop_unnamed(ledger: Ledger, names: set[tuple[bytes, int]]) -> None:
-    """Drop the records that refer to these names, which are lost."""
-    for key, record in list(ledger.records()):
-        if not names.isdisjoint(record.names):
-            ledger.drop(key, record)
+def _drop(ledger: Ledger, records: Iterable[tuple[bytes, Record]]) -> None:
+    for key, record in records:
+        ledger.drop(key, record)
 
 
 def rebuild_free(ledger: Ledger, seen: Survey) -> int:

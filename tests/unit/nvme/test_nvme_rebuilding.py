@@ -1,6 +1,7 @@
 """What an index is rebuilt from: entries with whole seals, names that one of two entries tells, pages that are left."""
 
 import random
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from kvtier.errors import CorruptObject, FormatMismatch
 from kvtier.keys import namespace_index
-from kvtier.nvme.checking import free_runs
+from kvtier.nvme.checking import free_runs, overlapping, survey
 from kvtier.nvme.directory import Directory
 from kvtier.nvme.extents import PAGE, Extent
 from kvtier.nvme.index import Index
@@ -51,6 +52,39 @@ def test_free_runs_are_what_no_extent_has() -> None:
         runs = free_runs(tables, prepared)
         assert [page + at for page, pages in runs for at in range(pages)] == sorted(set(range(prepared)) - owned)
         assert all(one.end < two.page for one, two in pairwise(runs))
+
+
+def test_overlapping_are_those_that_share_a_page(tmp_path: Path) -> None:
+    dice, index, prepared = random.Random(4), Index(tmp_path, 64, durable=False), 400
+    for _ in range(60):
+        with index.write() as ledger:
+            for key, record in list(ledger.records()):
+                ledger.drop(key, record)
+            ledger.state = State(500, prepared)
+            for at in range(20):
+                pages = [dice.randrange(1, 5) for _ in range(dice.randrange(1, 4))]
+                extents = tuple(Extent(dice.randrange(prepared), count) for count in pages)
+                ledger.insert(_key(at), _record(0)._replace(extents=extents, nbytes=sum(pages) * PAGE))
+            records = dict(ledger.records())
+            owners = Counter(page for record in records.values() for part in record.extents for page in _pages(part))
+            free = next(page for page in range(prepared) if page not in owners)
+            held = next(page for page in owners if page < prepared)
+            ledger.hold([Extent(free, 1)], bytes(16))
+            ledger.hold([Extent(held, 1)], bytes(16), preparing=True)
+            owners += Counter([held])
+            bad = {
+                key
+                for key, record in records.items()
+                if any(owners[page] > 1 or page >= prepared for part in record.extents for page in _pages(part))
+            }
+            assert {key for key, _ in overlapping(ledger, survey(ledger))} == bad
+            ledger.unhold(Extent(free, 1), bytes(16))
+            ledger.unhold(Extent(held, 1), bytes(16))
+    index.close()
+
+
+def _pages(extent: Extent) -> range:
+    return range(extent.page, extent.end)
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -104,6 +138,27 @@ def test_no_page_number_is_taken_for_a_name(tmp_path: Path) -> None:
     with index.read() as ledger:
         assert dict(ledger.records()) == {_key(1): _record(begins_like_a_name - 2)}
         assert ledger.free.runs() == [Extent(0, begins_like_a_name - 2), Extent(begins_like_a_name, 8)]
+    index.close()
+    directory.drop()
+
+
+def test_records_that_share_pages_are_not_kept(tmp_path: Path) -> None:
+    """A page that was not written is as it was before, seals and all: its records may lie where others lie by now."""
+    directory = Directory(tmp_path / "n", PAGE)
+    index = Index(directory.path / "index", 64, durable=False)
+    with index.write() as ledger:
+        ledger.format("raw")
+        ledger.namespace(namespace_index(b"y" * 32))
+        ledger.state = State(64, 64)
+        for at, page in enumerate((0, 2, 5, 6, 10, 10, 12)):
+            ledger.insert(_key(at), _record(page))
+    index.close()
+    assert rebuild_index(directory) == Rebuilt(3, 4)
+    index = Index(directory.path / "index", None, durable=False)
+    with index.read() as ledger:
+        assert [record.page for _, record in ledger.records()] == [0, 2, 12]
+        assert ledger.state == State(64, 64, 6)
+        assert ledger.free.runs() == [Extent(4, 8), Extent(14, 50)]
     index.close()
     directory.drop()
 
