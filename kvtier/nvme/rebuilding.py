@@ -23,6 +23,7 @@ from kvtier.nvme.pages import entries_of, whole_entries
 __all__ = ["Rebuilt", "discard_unfinished", "rebuild_free", "rebuild_index", "replace_index"]
 
 _BATCH = 4096
+_LEAST_BYTES_PER_ENTRY = 64
 _FRESH = "fresh"
 _Made = TypeVar("_Made")
 
@@ -90,7 +91,8 @@ def rebuild_index(directory: Directory) -> Rebuilt:
 
 def _rebuild(data_file: Path, path: Path, pages: int) -> int:
     """Make it in `path`; returns how many records it has. `pages`: as many as there are, if it does not say."""
-    index = Index(path, pages, durable=False)
+    # Segments may have been lost, too.
+    index = Index(path, max(pages, data_file.stat().st_size // _LEAST_BYTES_PER_ENTRY), durable=False)
     try:
         with index.write() as ledger:
             ledger.state = State(pages, pages)

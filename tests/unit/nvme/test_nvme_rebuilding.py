@@ -142,6 +142,23 @@ def test_no_page_number_is_taken_for_a_name(tmp_path: Path) -> None:
     directory.drop()
 
 
+def test_an_index_has_room_for_its_records_whatever_became_of_the_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.nvme.index._SLACK", 1 << 18)
+    directory = Directory(tmp_path / "n", PAGE)
+    index = Index(directory.path / "index", 40_000, durable=False)
+    with index.write() as ledger:
+        ledger.format("raw")
+        ledger.namespace(namespace_index(b"y" * 32))
+        ledger.state = State(40_000, 40_000)
+        for at in range(9000):
+            ledger.insert(_key(at), _record(3 * at))
+    index.close()
+    assert rebuild_index(directory) == Rebuilt(9000, 0)
+    directory.drop()
+
+
 def test_records_that_share_pages_are_not_kept(tmp_path: Path) -> None:
     """A page that was not written is as it was before, seals and all: its records may lie where others lie by now."""
     directory = Directory(tmp_path / "n", PAGE)
