@@ -105,6 +105,7 @@ def check_directory(
         DamagedIndex: other entries were altered.
     """
     with index.read() as ledger:
+        ledger.require_sealed()
         seen = survey(ledger)
         damaged = len(ledger.broken)
         lost_rows = len(recency.strangers(seen.rows, seen.heads))
