@@ -208,10 +208,10 @@ def _shared(extents: NDArray[np.int64], prepared: int) -> NDArray[np.bool_]:
     """Which of these extents, [n, 2], have pages that another one has too, or that lie behind the first `prepared`."""
     order = np.argsort(extents[:, 0])
     starts, ends = extents[order, 0], extents[order].sum(axis=1)
-    found = ends > prepared
+    found: NDArray[np.bool_] = ends > prepared
     found[1:] |= starts[1:] < np.maximum.accumulate(ends)[:-1]
     found[:-1] |= ends[:-1] > starts[1:]
-    shared = np.empty_like(found)
+    shared = np.empty(len(found), np.bool_)
     shared[order] = found
     return shared
 

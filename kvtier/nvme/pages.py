@@ -29,6 +29,7 @@ __all__ = ["DamagedIndex", "check_pages", "entries_of", "missing_bytes", "whole_
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
 _HEADER = 16
+_TXN_AT = 144
 _NODE = 8
 _MAX_KEY = 511
 _MAX_DEPTH = 32
@@ -153,14 +154,14 @@ def whole_entries(data_file: Path) -> Iterator[tuple[bytes, bytes]]:
         OSError: it cannot be read.
     """
     with data_file.open("rb") as file:
-        yield from _Walk(file.fileno(), data_file, _meta(file.fileno(), data_file)).salvaged()
+        yield from _Walk(file.fileno(), data_file, _meta_left(file.fileno(), data_file)).salvaged()
 
 
 def entries_of(data_file: Path, database: str) -> int | None:
     """How many entries a database has; None if that cannot be told."""
     with data_file.open("rb") as file:
         try:
-            walk = _Walk(file.fileno(), data_file, _meta(file.fileno(), data_file))
+            walk = _Walk(file.fileno(), data_file, _meta_left(file.fileno(), data_file))
             return next((tree.entries for name, tree in walk.trees() if name == database.encode()), None)
         except DamagedIndex:
             return None
@@ -173,16 +174,31 @@ def _meta(fd: int, data_file: Path) -> _Meta:
     second = os.pread(fd, PAGE, page_bytes)
     metas = [_unpack_meta(page, place) for place, page in enumerate((first, second)) if len(page) == PAGE]
     sound = [meta for meta in metas if meta is not None and meta.page_bytes == page_bytes]
-    if len(sound) < 2:
+    # One that says that it is older or newer than it is would bring back what the last transaction deleted.
+    if len(sound) < 2 or abs(sound[0].txn - sound[1].txn) > 1:
         raise DamagedIndex(f"{data_file} has no sound meta page")
     return max(sound, key=lambda meta: meta.txn)
+
+
+def _meta_left(fd: int, data_file: Path) -> _Meta:
+    """The same where one of them is damaged, if that was surely the older one: it still has the number before."""
+    try:
+        return _meta(fd, data_file)
+    except DamagedIndex:
+        pages = [os.pread(fd, PAGE, at) for at in (0, PAGE)]
+        for place, page in enumerate(pages):
+            meta = _unpack_meta(page, place) if len(page) == PAGE else None
+            other = pages[1 - place][_TXN_AT : _TXN_AT + 8]
+            if meta is not None and meta.page_bytes == PAGE and int.from_bytes(other, "little") == meta.txn - 1:
+                return meta
+        raise
 
 
 def _unpack_meta(page: bytes, place: int) -> _Meta | None:
     number, _, flags, _ = _HEAD.unpack_from(page)
     magic, version, _, map_bytes = _META_HEAD.unpack_from(page, _HEADER)
     free, main = (_Tree(*_TREE.unpack_from(page, at)) for at in (40, 88))
-    meta = _Meta(free.pad, map_bytes, free, main, *struct.unpack_from("<QQ", page, 136))
+    meta = _Meta(free.pad, map_bytes, free, main, *struct.unpack_from("<QQ", page, _TXN_AT - 8))
     if (number, flags, magic, version) != (place, _META, _MAGIC, _VERSION):
         return None
     sized = 512 <= meta.page_bytes <= 1 << 15 and meta.page_bytes & (meta.page_bytes - 1) == 0

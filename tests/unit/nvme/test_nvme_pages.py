@@ -245,6 +245,27 @@ def test_an_altered_list_of_free_pages_costs_one_page_at_most(tmp_path: Path, so
     assert costs.count(0) > len(costs) * 3 // 4
 
 
+def test_a_damaged_meta_page_costs_nothing_where_it_is_the_older_one(tmp_path: Path, sound: bytes) -> None:
+    data_file, newest = tmp_path / "data.mdb", _newest(sound)
+    for bit in range(0, 8 * 152, 3):
+        data = bytearray(sound)
+        data[_PAGE - newest + bit // 8] ^= 1 << bit % 8
+        data_file.write_bytes(data)
+        if bit // 64 == 18:  # the number of its transaction tells which one is older
+            with pytest.raises(DamagedIndex):
+                check_pages(data_file, DATABASES)
+            assert entries_of(data_file, "blk") is None
+        else:
+            assert entries_of(data_file, "blk") == 1700
+            assert {key for key, value in whole_entries(data_file) if record_in(key, value)} == set(_keys(1700))
+    # Of the newer one nobody knows what it said.
+    data = bytearray(sound)
+    data[newest + 16] ^= 1
+    data_file.write_bytes(data)
+    with pytest.raises(DamagedIndex, match="no sound meta page"):
+        list(whole_entries(data_file))
+
+
 def test_a_page_that_is_free_and_in_use(tmp_path: Path, sound: bytes) -> None:
     (path,) = _written(tmp_path, iter([sound]))
     data_file = path / "data.mdb"
