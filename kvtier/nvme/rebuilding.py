@@ -1,7 +1,7 @@
 """Rebuilding an index from what is whole in it, for the one process that has the directory open.
 
-It is read without LMDB, entry by entry: those whose seals are whole count, wherever they stand. Which pages are free
-follows from the records, and what dead writers held is free as well.
+It is read without LMDB, entry by entry: those whose seals are whole count, wherever they stand, but no records that lie
+on the same pages. Which pages are free follows from the records, and what dead writers held is free as well.
 """
 
 import os
@@ -53,7 +53,7 @@ def replace_index(path: Path, make: Callable[[Path], _Made]) -> _Made:
     try:
         fresh.mkdir()
         made = make(fresh)
-        # First of all: who looks at the old file keeps its lock, whose count of transactions would mislead LMDB.
+        # First: who looks at the old file keeps its lock, whose count of transactions would mislead LMDB.
         (there / "lock.mdb").unlink(missing_ok=True)
         (fresh / "data.mdb").replace(there / "data.mdb")
         _sync(there)
@@ -104,9 +104,12 @@ def _rebuild(data_file: Path, path: Path, pages: int) -> int:
             seen = survey(ledger)
             ledger.prepared = max(ledger.prepared, int(seen.used.sum(axis=1, dtype=np.int64).max(initial=0)))
             ledger.total = max(ledger.total, ledger.prepared)
-            # One of them is of another time, and its seal does not tell which.
-            _drop(ledger, overlapping(ledger, seen._replace(state=ledger.state)))
-            seen = survey(ledger)
+            seen = seen._replace(state=ledger.state)
+            shared = overlapping(ledger, seen)
+            if shared:
+                # Of those on one page all but one are of another time, and no seal tells which.
+                _drop(ledger, shared)
+                seen = survey(ledger)
             rebuild_free(ledger, seen)
         index.flush()
         return seen.blocks
