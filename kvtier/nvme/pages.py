@@ -29,7 +29,6 @@ __all__ = ["DamagedIndex", "check_pages", "entries_of", "missing_bytes", "whole_
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
 _HEADER = 16
-_TXN_AT = 144
 _NODE = 8
 _MAX_KEY = 511
 _MAX_DEPTH = 32
@@ -76,6 +75,11 @@ class _Meta(NamedTuple):
     main: _Tree
     last_page: int
     txn: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether there can be so many pages."""
+        return 1 <= self.last_page and (self.last_page + 1) * self.page_bytes <= self.map_bytes <= _MAX_MAP
 
 
 class _Nodes(NamedTuple):
@@ -181,30 +185,33 @@ def _meta(fd: int, data_file: Path) -> _Meta:
 
 
 def _meta_left(fd: int, data_file: Path) -> _Meta:
-    """The same where one of them is damaged, if that was surely the older one: it still has the number before."""
+    """The same where one is damaged, if both still say which one is newer: the walks find out what else is wrong."""
     try:
         return _meta(fd, data_file)
     except DamagedIndex:
         pages = [os.pread(fd, PAGE, at) for at in (0, PAGE)]
-        for place, page in enumerate(pages):
-            meta = _unpack_meta(page, place) if len(page) == PAGE else None
-            other = pages[1 - place][_TXN_AT : _TXN_AT + 8]
-            if meta is not None and meta.page_bytes == PAGE and int.from_bytes(other, "little") == meta.txn - 1:
-                return meta
+        metas = sorted((_told(page) for page in pages if len(page) == PAGE), key=lambda meta: meta.txn)
+        if len(metas) == 2 and metas[1].txn - metas[0].txn == 1 and metas[1].page_bytes == PAGE and metas[1].fits:
+            return metas[1]
         raise
 
 
 def _unpack_meta(page: bytes, place: int) -> _Meta | None:
+    meta = _told(page)
     number, _, flags, _ = _HEAD.unpack_from(page)
-    magic, version, _, map_bytes = _META_HEAD.unpack_from(page, _HEADER)
-    free, main = (_Tree(*_TREE.unpack_from(page, at)) for at in (40, 88))
-    meta = _Meta(free.pad, map_bytes, free, main, *struct.unpack_from("<QQ", page, _TXN_AT - 8))
+    magic, version, _, _ = _META_HEAD.unpack_from(page, _HEADER)
     if (number, flags, magic, version) != (place, _META, _MAGIC, _VERSION):
         return None
     sized = 512 <= meta.page_bytes <= 1 << 15 and meta.page_bytes & (meta.page_bytes - 1) == 0
-    fits = 1 <= meta.last_page and (meta.last_page + 1) * meta.page_bytes <= map_bytes <= _MAX_MAP
     # Transactions take turns with the two pages; a new file has none so far.
-    return meta if sized and fits and (not meta.txn or meta.txn % 2 == place) else None
+    return meta if sized and meta.fits and (not meta.txn or meta.txn % 2 == place) else None
+
+
+def _told(page: bytes) -> _Meta:
+    """What a meta page says, sound or not."""
+    map_bytes = _META_HEAD.unpack_from(page, _HEADER)[3]
+    free, main = (_Tree(*_TREE.unpack_from(page, at)) for at in (40, 88))
+    return _Meta(free.pad, map_bytes, free, main, *struct.unpack_from("<QQ", page, 136))
 
 
 class _Walk:
