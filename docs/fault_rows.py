@@ -434,6 +434,8 @@ ROWS = (
         (
             DISK + "test_a_full_file_system_refuses_blocks_and_nothing_else",
             DISK + "test_a_file_size_limit_refuses_blocks_and_nothing_else",
+            DISK + "test_a_full_disk_kills_nobody_who_opens_a_directory",
+            DISK + "test_a_disk_that_fills_kills_no_reader",
         ),
     ),
     Row("the device has a bad page", (DISK + "test_one_bad_page_costs_one_block_and_its_descendants",)),
@@ -456,7 +458,16 @@ ROWS = (
             "tests/unit/nvme/test_nvme_pages.py::test_whatever_happens_to_pages_kills_nobody",
             "tests/unit/nvme/test_nvme_pages.py::test_truncated_at_every_page",
             "tests/unit/nvme/test_nvme_pages.py::test_what_is_whole_is_found_and_nothing_that_was_deleted",
+            "tests/unit/nvme/test_nvme_pages.py::test_an_altered_list_of_free_pages_costs_one_page_at_most",
+            "tests/unit/nvme/test_nvme_rebuilding.py::test_records_that_share_pages_are_not_kept",
             OPENING + "TestDamagedIndex",
+        ),
+    ),
+    Row(
+        "a process is killed while it opens, rebuilds or compacts a directory",
+        (
+            "tests/faults/test_nvme_killed_opening.py::test_killed_at_every_change",
+            "tests/faults/test_nvme_killed_opening.py::test_who_looks_keeps_nobody_from_what_was_rebuilt",
         ),
     ),
     Row(

@@ -22,7 +22,7 @@ from kvtier.nvme.recency import HEAD_BYTES, Recency
 from kvtier.nvme.segments import aligned_buffer
 from kvtier.tiers import checksum_head
 
-__all__ = ["FAULTS", "Survey", "check_directory", "damaged_blocks", "free_runs", "survey"]
+__all__ = ["FAULTS", "Survey", "check_directory", "damaged_blocks", "free_runs", "overlapping", "survey"]
 
 FAULTS = ("damaged_entries", "leaked_pages", "overlaps", "wrong_sums", "lost_rows", "corrupt")
 """Counts of `check_directory` that are zero in a sound directory."""
@@ -105,6 +105,7 @@ def check_directory(
         DamagedIndex: other entries were altered.
     """
     with index.read() as ledger:
+        ledger.require_sealed()
         seen = survey(ledger)
         damaged = len(ledger.broken)
         lost_rows = len(recency.strangers(seen.rows, seen.heads))
@@ -184,6 +185,35 @@ def free_runs(tables: Sequence[NDArray[np.uint32]], prepared: int) -> list[Exten
     gaps = np.append(np.minimum(every[:, 0], prepared), prepared) - ends
     found = np.flatnonzero(gaps > 0)
     return list(map(Extent, ends[found].tolist(), gaps[found].tolist()))
+
+
+def overlapping(ledger: Ledger, seen: Survey) -> list[tuple[bytes, Record]]:
+    """Records that share pages with another record, with a hold or with what lies behind the end.
+
+    Args:
+        ledger: as it was surveyed.
+        seen: what it says.
+    """
+    shared = _shared(np.concatenate([seen.used, seen.held, seen.preparing]).astype(np.int64), seen.state.prepared)
+    found: list[tuple[bytes, Record]] = []
+    end = 0
+    for key, record in ledger.records() if shared[: len(seen.used)].any() else ():
+        start, end = end, end + len(record.extents)
+        if shared[start:end].any():
+            found.append((key, record))
+    return found
+
+
+def _shared(extents: NDArray[np.int64], prepared: int) -> NDArray[np.bool_]:
+    """Which of these extents, [n, 2], have pages that another one has too, or that lie behind the first `prepared`."""
+    order = np.argsort(extents[:, 0])
+    starts, ends = extents[order, 0], extents[order].sum(axis=1)
+    found: NDArray[np.bool_] = ends > prepared
+    found[1:] |= starts[1:] < np.maximum.accumulate(ends)[:-1]
+    found[:-1] |= ends[:-1] > starts[1:]
+    shared = np.empty(len(found), np.bool_)
+    shared[order] = found
+    return shared
 
 
 def _table(extents: Sequence[Extent]) -> NDArray[np.uint32]:

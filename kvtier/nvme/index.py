@@ -4,6 +4,7 @@
   before it is opened. What happens to it while it is open cannot be fended off.
 * Another process that enlarges the map makes `begin` fail: the new size is adopted, with no transaction open.
 * A full map stays full, whatever is deleted: the map is enlarged, and this one transaction counts as refused.
+* Its lock file is sparse: on a full disk a new reader is killed. The file is allocated before it is opened.
 * One long reader makes the file grow without end: transactions live for one batch of look-ups, and those of processes
   that died in one are ended about once a second.
 * An environment does not survive `fork`: the child gets an error instead of a damaged index.
@@ -30,6 +31,8 @@ __all__ = ["Index", "map_bytes_for"]
 _BYTES_PER_ENTRY = 256
 _SLACK = 64 << 20
 _READERS = 1024
+_LOCK_BYTES = (_READERS + 2) * 64
+"""What LMDB makes of its lock file: a line of the processor's cache per reader, and a few of its own."""
 _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 # Records of another size than any that was written, and figures that no record can hold.
 _DECODING = (struct.error, OverflowError)
@@ -51,6 +54,22 @@ def map_bytes_for(pages: int) -> int:
     return _SLACK + pages * _BYTES_PER_ENTRY * 5 // 4
 
 
+def _allocate(lock_file: Path) -> None:
+    """Have the disk set aside the whole table of readers, before LMDB takes a lock on it.
+
+    LMDB maps a sparse file: whoever stores to a hole of it while the disk is full is killed.
+
+    Raises:
+        OSError: the disk has no room for it.
+    """
+    fd = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if os.fstat(fd).st_blocks * 512 < _LOCK_BYTES:
+            os.posix_fallocate(fd, 0, _LOCK_BYTES)
+    finally:
+        os.close(fd)
+
+
 class Index:
     """Transactions over the index; thread-safe, shared with other processes.
 
@@ -63,6 +82,7 @@ class Index:
     Raises:
         DamagedIndex: what is there cannot be read.
         TierUnavailable: the system refuses the files.
+        OSError: the disk has no room for the table of readers.
     """
 
     def __init__(self, path: Path, pages: int | None, *, durable: bool, writable: bool = True) -> None:
@@ -72,6 +92,9 @@ class Index:
         self._gate = threading.Condition()
         self._active = 0
         self._resizing = False
+        if writable:
+            path.mkdir(exist_ok=True)
+        _allocate(path / "lock.mdb")
         with self._translated():
             self._env = lmdb.open(
                 str(path),

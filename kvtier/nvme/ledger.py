@@ -311,6 +311,14 @@ class Ledger:
         """
         if self.lost:
             raise CorruptObject(f"{self.lost} altered records were dropped, and nobody knows their pages")
+        self.require_sealed()
+
+    def require_sealed(self) -> None:
+        """Find out whether all entries beside the records are as they were stored.
+
+        Raises:
+            CorruptObject: one was altered.
+        """
         for name in DATABASES[1:]:
             with self.txn.cursor(self._dbs[name]) as cursor:
                 for key, data in cursor:

@@ -2,7 +2,7 @@
 
 database `names`    `name:`, kind, value -> number u32      and, to find the way back,      `#`, kind, number -> value
 
-Either entry is enough: where one was altered, the other one tells. No other database has such keys.
+Either entry is enough: where one was altered, the other one tells. No other database has entries of this shape.
 """
 
 import struct
@@ -20,6 +20,7 @@ FORMAT, NAMESPACE = b"f", b"n"
 
 _ID = struct.Struct("<I")
 _THERE, _BACK = b"name:", b"#"
+_BACK_BYTES = len(_BACK + FORMAT) + _ID.size
 _MAX_FORMAT = 255
 _REMEMBERED = 1 << 16
 _Known = TypeVar("_Known", bytes, int)
@@ -120,7 +121,8 @@ def names_in(entries: Iterable[tuple[bytes, bytes]]) -> dict[tuple[bytes, int], 
     """Kind and number of the names among these entries, and their values."""
     found: dict[tuple[bytes, int], bytes] = {}
     for key, value in entries:
-        if key.startswith(_BACK):
+        # Page numbers of other databases are shorter, and may begin like this.
+        if key.startswith(_BACK) and len(key) == _BACK_BYTES:
             found[key[1:2], cast(int, _ID.unpack(key[2:])[0])] = value
         elif key.startswith(_THERE):
             found[key[len(_THERE) : len(_THERE) + 1], cast(int, _ID.unpack(value)[0])] = key[len(_THERE) + 1 :]

@@ -15,7 +15,7 @@ from kvtier.nvme.holds import Holds
 from kvtier.nvme.index import Index
 from kvtier.nvme.ledger import DATABASES
 from kvtier.nvme.pages import check_pages, missing_bytes
-from kvtier.nvme.rebuilding import Rebuilt, rebuild_index
+from kvtier.nvme.rebuilding import Rebuilt, discard_unfinished, rebuild_index
 from kvtier.nvme.recency import Recency
 from kvtier.nvme.segments import Segments, disk_free, takes_direct_io
 from kvtier.nvme.space import Space
@@ -130,6 +130,7 @@ def _open_locked(
                 f"{directory.path}: {reason or FOUND_DAMAGED}, and others have it open: close them, then open it again"
             )
         return _open_parts(directory, total, options, counts, alone=False)
+    discard_unfinished(directory.path)
     if not reason:
         try:
             return _open_alone(directory, total, options, counts, thorough=thorough)
@@ -158,8 +159,6 @@ def _open_alone(
             return _open_parts(directory, total, options, counts, alone=True)
         except CorruptObject as error:
             reason = str(error)
-            # It may have been made anew, and not have got its rows.
-            (directory.path / "recency.bin").unlink(missing_ok=True)
     rebuilt = rebuild_index(directory)
     _log.error("%s has a rebuilt index, %d blocks kept, %d lost: %s", directory.path, *rebuilt, reason)
     counts.failed("open", reason)
@@ -205,12 +204,15 @@ def _suspicious(directory: Directory, data_file: Path) -> bool:
 def _open_parts(
     directory: Directory, total: int | None, options: NvmeOptions, counts: Counts, *, alone: bool
 ) -> Opened:
-    whole = not directory.meta.interrupted
+    rows = directory.path / "recency.bin"
+    if directory.meta.interrupted:
+        # Its pages reached the disk in any order, and apart from the index. Afterwards nobody knows that.
+        rows.unlink(missing_ok=True)
     directory.enter(durable=options.durable)
     index = Index(directory.path / "index", total, durable=options.durable)
     recency: Recency | None = None
     try:
-        recency = Recency(directory.path / "recency.bin", bytes.fromhex(directory.meta.uuid), trusted=whole)
+        recency = Recency(rows, bytes.fromhex(directory.meta.uuid))
         segments = _open_segments(directory, counts)
         holds = Holds()
         space = Space(directory, index, recency, segments, holds, options.min_free_bytes, counts)
@@ -297,3 +299,4 @@ def _restore_recency(opened: Opened) -> None:
             if batch:
                 opened.recency.restore(ledger, batch)
         start = batch[-1][0] + b"\0" if len(batch) == _RESTORED else b""
+    opened.recency.finish()

@@ -12,7 +12,7 @@ through the whole tree, depths and sums as they are kept. Not checked is what va
 
 import os
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -75,6 +75,11 @@ class _Meta(NamedTuple):
     main: _Tree
     last_page: int
     txn: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether there can be so many pages."""
+        return 1 <= self.last_page and (self.last_page + 1) * self.page_bytes <= self.map_bytes <= _MAX_MAP
 
 
 class _Nodes(NamedTuple):
@@ -153,14 +158,14 @@ def whole_entries(data_file: Path) -> Iterator[tuple[bytes, bytes]]:
         OSError: it cannot be read.
     """
     with data_file.open("rb") as file:
-        yield from _Walk(file.fileno(), data_file, _meta(file.fileno(), data_file)).salvaged()
+        yield from _Walk(file.fileno(), data_file, _meta_left(file.fileno(), data_file)).salvaged()
 
 
 def entries_of(data_file: Path, database: str) -> int | None:
     """How many entries a database has; None if that cannot be told."""
     with data_file.open("rb") as file:
         try:
-            walk = _Walk(file.fileno(), data_file, _meta(file.fileno(), data_file))
+            walk = _Walk(file.fileno(), data_file, _meta_left(file.fileno(), data_file))
             return next((tree.entries for name, tree in walk.trees() if name == database.encode()), None)
         except DamagedIndex:
             return None
@@ -173,22 +178,40 @@ def _meta(fd: int, data_file: Path) -> _Meta:
     second = os.pread(fd, PAGE, page_bytes)
     metas = [_unpack_meta(page, place) for place, page in enumerate((first, second)) if len(page) == PAGE]
     sound = [meta for meta in metas if meta is not None and meta.page_bytes == page_bytes]
-    if len(sound) < 2:
+    # One that says that it is older or newer than it is would bring back what the last transaction deleted.
+    if len(sound) < 2 or abs(sound[0].txn - sound[1].txn) > 1:
         raise DamagedIndex(f"{data_file} has no sound meta page")
     return max(sound, key=lambda meta: meta.txn)
 
 
+def _meta_left(fd: int, data_file: Path) -> _Meta:
+    """The same where one is damaged, if both still say which one is newer: the walks find out what else is wrong."""
+    try:
+        return _meta(fd, data_file)
+    except DamagedIndex:
+        pages = [os.pread(fd, PAGE, at) for at in (0, PAGE)]
+        metas = sorted((_told(page) for page in pages if len(page) == PAGE), key=lambda meta: meta.txn)
+        if len(metas) == 2 and metas[1].txn - metas[0].txn == 1 and metas[1].page_bytes == PAGE and metas[1].fits:
+            return metas[1]
+        raise
+
+
 def _unpack_meta(page: bytes, place: int) -> _Meta | None:
+    meta = _told(page)
     number, _, flags, _ = _HEAD.unpack_from(page)
-    magic, version, _, map_bytes = _META_HEAD.unpack_from(page, _HEADER)
-    free, main = (_Tree(*_TREE.unpack_from(page, at)) for at in (40, 88))
-    meta = _Meta(free.pad, map_bytes, free, main, *struct.unpack_from("<QQ", page, 136))
+    magic, version, _, _ = _META_HEAD.unpack_from(page, _HEADER)
     if (number, flags, magic, version) != (place, _META, _MAGIC, _VERSION):
         return None
     sized = 512 <= meta.page_bytes <= 1 << 15 and meta.page_bytes & (meta.page_bytes - 1) == 0
-    fits = 1 <= meta.last_page and (meta.last_page + 1) * meta.page_bytes <= map_bytes <= _MAX_MAP
     # Transactions take turns with the two pages; a new file has none so far.
-    return meta if sized and fits and (not meta.txn or meta.txn % 2 == place) else None
+    return meta if sized and meta.fits and (not meta.txn or meta.txn % 2 == place) else None
+
+
+def _told(page: bytes) -> _Meta:
+    """What a meta page says, sound or not."""
+    map_bytes = _META_HEAD.unpack_from(page, _HEADER)[3]
+    free, main = (_Tree(*_TREE.unpack_from(page, at)) for at in (40, 88))
+    return _Meta(free.pad, map_bytes, free, main, *struct.unpack_from("<QQ", page, 136))
 
 
 class _Walk:
@@ -242,16 +265,30 @@ class _Walk:
                     yield key, value
 
     def _in_use(self) -> _I64:
-        """All pages but those that are free, or those of the trees where it cannot be told which are free."""
+        """Pages of the trees that are not free; where either is damaged, the other one tells.
+
+        Where they contradict each other, one names a page by mistake: what lies on it may be of another time.
+        """
+        free, used = self._claimed(self._free), self._claimed(self._databases)
+        if free is None and used is None:
+            raise DamagedIndex(f"{self._file} has damaged pages, and nothing tells which are in use")
+        every = np.ones_like(self._seen)
+        every[:2] = False
+        return np.flatnonzero(every & (every if used is None else used) & (every if free is None else ~free))
+
+    def _claimed(self, walk: Callable[[], None]) -> NDArray[np.bool_] | None:
+        """Which pages a walk of its own meets, and the first two; None if it fails."""
+        self._seen[2:], self._ordered = False, True
         try:
-            self._free()
+            walk()
         except DamagedIndex:
-            self._seen[2:] = False
-            for _, tree in self.trees():
-                for _ in self._leaves(tree, 0):
-                    pass
-            return np.flatnonzero(self._seen)[2:]
-        return np.flatnonzero(~self._seen)
+            return None
+        return self._seen.copy()
+
+    def _databases(self) -> None:
+        for _, tree in list(self.trees()):
+            for _ in self._leaves(tree, 0):
+                pass
 
     def _require(self, sound: "bool | np.bool_") -> None:
         if not sound:

@@ -1,28 +1,30 @@
 """Rebuilding an index from what is whole in it, for the one process that has the directory open.
 
-It is read without LMDB, entry by entry: those whose seals are whole count, wherever they stand. Which pages are free
-follows from the records, and what dead writers held is free as well.
+It is read without LMDB, entry by entry: those whose seals are whole count, wherever they stand, but no records that lie
+on the same pages. Which pages are free follows from the records, and what dead writers held is free as well.
 """
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from kvtier.nvme.checking import Survey, free_runs, survey
+from kvtier.nvme.checking import Survey, free_runs, overlapping, survey
 from kvtier.nvme.directory import Directory
 from kvtier.nvme.extents import PAGE
 from kvtier.nvme.index import Index
-from kvtier.nvme.ledger import DATABASES, Ledger, State, record_in
+from kvtier.nvme.ledger import DATABASES, Ledger, Record, State, record_in
 from kvtier.nvme.pages import entries_of, whole_entries
 
-__all__ = ["Rebuilt", "rebuild_free", "rebuild_index", "replace_index"]
+__all__ = ["Rebuilt", "discard_unfinished", "rebuild_free", "rebuild_index", "replace_index"]
 
 _BATCH = 4096
+_LEAST_BYTES_PER_ENTRY = 64
+_FRESH = "fresh"
 _Made = TypeVar("_Made")
 
 
@@ -46,17 +48,23 @@ def replace_index(path: Path, make: Callable[[Path], _Made]) -> _Made:
     Raises:
         OSError: the disk has no room for it.
     """
-    there, fresh = path / "index", path / "index" / "fresh"
-    shutil.rmtree(fresh, ignore_errors=True)  # of one that was killed
+    there, fresh = path / "index", path / "index" / _FRESH
+    discard_unfinished(path)
     try:
         fresh.mkdir()
         made = make(fresh)
-        (fresh / "data.mdb").replace(there / "data.mdb")
+        # First: who looks at the old file keeps its lock, whose count of transactions would mislead LMDB.
         (there / "lock.mdb").unlink(missing_ok=True)
+        (fresh / "data.mdb").replace(there / "data.mdb")
         _sync(there)
         return made
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        discard_unfinished(path)
+
+
+def discard_unfinished(path: Path) -> None:
+    """Remove what somebody left who was killed while replacing a directory's index."""
+    shutil.rmtree(path / "index" / _FRESH, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -83,7 +91,8 @@ def rebuild_index(directory: Directory) -> Rebuilt:
 
 def _rebuild(data_file: Path, path: Path, pages: int) -> int:
     """Make it in `path`; returns how many records it has. `pages`: as many as there are, if it does not say."""
-    index = Index(path, pages, durable=False)
+    # Segments may have been lost, too.
+    index = Index(path, max(pages, data_file.stat().st_size // _LEAST_BYTES_PER_ENTRY), durable=False)
     try:
         with index.write() as ledger:
             ledger.state = State(pages, pages)
@@ -91,11 +100,17 @@ def _rebuild(data_file: Path, path: Path, pages: int) -> int:
         with index.write() as ledger:
             unnamed = referred - ledger.adopt(rest)
             if unnamed:
-                _drop_unnamed(ledger, unnamed)
+                _drop(ledger, [item for item in ledger.records() if not unnamed.isdisjoint(item[1].names)])
             seen = survey(ledger)
             ledger.prepared = max(ledger.prepared, int(seen.used.sum(axis=1, dtype=np.int64).max(initial=0)))
             ledger.total = max(ledger.total, ledger.prepared)
-            rebuild_free(ledger, seen._replace(state=ledger.state))
+            seen = seen._replace(state=ledger.state)
+            shared = overlapping(ledger, seen)
+            if shared:
+                # Of those on one page all but one are of another time, and no seal tells which.
+                _drop(ledger, shared)
+                seen = survey(ledger)
+            rebuild_free(ledger, seen)
         index.flush()
         return seen.blocks
     finally:
@@ -119,11 +134,9 @@ def _copy_records(data_file: Path, index: Index) -> tuple[dict[bytes, bytes], se
     return rest, referred
 
 
-def _drop_unnamed(ledger: Ledger, names: set[tuple[bytes, int]]) -> None:
-    """Drop the records that refer to these names, which are lost."""
-    for key, record in list(ledger.records()):
-        if not names.isdisjoint(record.names):
-            ledger.drop(key, record)
+def _drop(ledger: Ledger, records: Iterable[tuple[bytes, Record]]) -> None:
+    for key, record in records:
+        ledger.drop(key, record)
 
 
 def rebuild_free(ledger: Ledger, seen: Survey) -> int:

@@ -71,18 +71,17 @@ class Recency:
     """The rows of one directory.
 
     Args:
-        path: the file; made anew if it is absent, damaged or of another directory (see `fresh`).
+        path: the file; made anew if it is absent, damaged, unfinished or of another directory (see `fresh`).
         uuid: 16 bytes of the directory.
         writable: False to look only; an unsound file then counts as an empty one.
-        trusted: False if it must be made anew: its pages reach the disk in any order, and apart from the index.
 
     Attributes:
-        fresh: the file was made anew: all records have to be entered again with `restore`.
+        fresh: the file was made anew: all records have to be entered again with `restore`, and then it is to `finish`.
 
     Invariant: rows change hands only while the index's write transaction is open.
     """
 
-    def __init__(self, path: Path, uuid: bytes, *, writable: bool = True, trusted: bool = True) -> None:
+    def __init__(self, path: Path, uuid: bytes, *, writable: bool = True) -> None:
         self._fd = os.open(path, (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | os.O_CLOEXEC, 0o644)
         self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         self._header: NDArray[np.void]
@@ -92,7 +91,7 @@ class Recency:
         self._stale: dict[int, None] = {}
         self._probed = self._takes = 0
         try:
-            self.fresh = not (trusted and self._sound(uuid))
+            self.fresh = not self._sound(uuid)
             if self.fresh and writable:
                 os.ftruncate(self._fd, 0)
                 os.posix_fallocate(self._fd, 0, _HEADER_BYTES)
@@ -102,7 +101,7 @@ class Recency:
             os.close(self._fd)
             raise
         if self.fresh and writable:
-            self._header["magic"], self._header["uuid"], self._numbers[_CLOCK] = _MAGIC, uuid, OLDEST
+            self._header["uuid"], self._numbers[_CLOCK] = uuid, OLDEST
 
     def _sound(self, uuid: bytes) -> bool:
         data = os.pread(self._fd, _HEADER.itemsize, 0)
@@ -364,6 +363,11 @@ class Recency:
         rows = [record.row for _, record in batch]
         refs = [ledger.ref(key, record) for key, record in batch]
         self.fill(ledger, rows, refs, [None] * len(rows))
+
+    def finish(self) -> None:
+        """All records have been entered. Without this a file counts for nothing: what has no row is never evicted."""
+        self._header["magic"] = _MAGIC
+        self.fresh = False
 
     def forget(self, rows: Sequence[int], keys: Sequence[bytes]) -> None:
         """These records are being dropped. Needs the write transaction, before its commit.

@@ -6,10 +6,7 @@ pages that living writers hold stay theirs.
 
 from itertools import islice
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvtier.nvme.checking import Survey, damaged_blocks, survey
+from kvtier.nvme.checking import Survey, damaged_blocks, overlapping, survey
 from kvtier.nvme.io import BlockIO
 from kvtier.nvme.ledger import Ledger, Record
 from kvtier.nvme.opening import Opened
@@ -62,21 +59,9 @@ def _drop(opened: Opened, batch: list[tuple[bytes, Record]]) -> int:
 
 
 def _drop_overlapping(opened: Opened) -> int:
-    """Drop records that share pages with another record, with a hold or with what lies behind the end."""
     with opened.index.read() as ledger:
-        taken = np.zeros(ledger.prepared, np.uint8)
-        for hold in ledger.holds():
-            taken[hold.extent.page : hold.extent.end] += 1
-        for _, record in ledger.records():
-            for page, pages in record.extents:
-                part = taken[page : page + pages]
-                np.add(part, 1, out=part, where=part < 2)
-        bad = [(key, record) for key, record in ledger.records() if _shares(taken, record)]
+        bad = overlapping(ledger, survey(ledger))
     return sum(_drop(opened, bad[at : at + DROPS]) for at in range(0, len(bad), DROPS))
-
-
-def _shares(taken: NDArray[np.uint8], record: Record) -> bool:
-    return any(part.end > len(taken) or bool((taken[part.page : part.end] > 1).any()) for part in record.extents)
 
 
 def _restore_rows(opened: Opened, ledger: Ledger, seen: Survey) -> int:

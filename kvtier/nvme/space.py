@@ -314,8 +314,10 @@ class Space:
             state = ledger.state
             if not taken and state.free:
                 # To try again would be to try for ever.
+                self._index.damaged = True
                 raise TierFull(
-                    f"{state.free} pages are free, but nobody knows which: `kvtier inspect --repair` finds them"
+                    f"{state.free} pages are free, but nobody knows which: `kvtier inspect --repair` finds them, "
+                    "and so does opening the directory again once it is closed"
                 )
         self._put_in_arena(taken)
         self._report(state)

@@ -94,6 +94,77 @@ def test_a_full_file_system_refuses_blocks_and_nothing_else(tmp_path: Path) -> N
         assert "Traceback" not in ended.stderr
 
 
+_OPEN = (
+    _PRELUDE
+    + """
+from kvtier.errors import KVTierError
+try:
+    tier = NvmeTier(path, 4 << 20, options)
+except KVTierError as error:
+    print(error)
+else:
+    assert all(status is Status.OK for status, _ in load(tier, [ref.key for ref in chain_refs(64)]))
+    tier.close()
+    print("opened")
+"""
+)
+_READ = (
+    _PRELUDE
+    + """
+from threading import Barrier, Thread
+tier = NvmeTier(path, 1 << 20, options)
+put(tier, chain_refs(64), 4096)
+tier.flush()
+try:
+    with open(path.parent / "ballast", "wb", buffering=0) as ballast:
+        while ballast.write(bytes(4096)) == 4096:
+            pass
+except OSError:
+    pass
+together = Barrier(200)  # more than have their places on one page of LMDB's table
+
+def look():
+    with tier._index.read() as ledger:
+        together.wait()
+        assert ledger.blocks == 64
+
+threads = [Thread(target=look) for _ in range(200)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+)
+
+
+@pytest.mark.parametrize("damage", ["another index", "no lock file"])
+def test_a_full_disk_kills_nobody_who_opens_a_directory(tmp_path: Path, damage: str) -> None:
+    with mounted(tmp_path / "disk", "size=8m") as disk:
+        with contextlib.closing(NvmeTier(disk / "n", 4 * _MIB, NVME_OPTIONS)) as tier:
+            put(tier, chain_refs(64), 4096)
+        if damage == "another index":
+            meta = disk / "n" / "META.json"
+            meta.write_text(meta.read_text().replace('"damaged": false', '"damaged": true'))
+        else:
+            (disk / "n" / "index" / "lock.mdb").unlink()
+        said = []
+        free = os.statvfs(disk).f_bavail * 4096
+        for left in (0, 4, 24, 72, 400):
+            (disk / "ballast").write_bytes(bytes(free - left * 1024))
+            ended = child(_OPEN, disk / "n")
+            (disk / "ballast").unlink()
+            assert ended.returncode == 0, (left, ended.returncode, ended.stderr[-2000:])
+            said.append(ended.stdout)
+        assert said[-1] == "opened\n"
+        assert "space" in said[0]
+
+
+def test_a_disk_that_fills_kills_no_reader(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=8m") as disk:
+        ended = child(_READ, disk / "n")
+        assert ended.returncode == 0, (ended.returncode, ended.stderr[-2000:])
+
+
 def test_a_file_size_limit_refuses_blocks_and_nothing_else(tmp_path: Path) -> None:
     ended = child(_FILL, tmp_path / "n", 3 * _MIB)
     assert ended.returncode == 0, ended.stderr[-2000:]

@@ -17,7 +17,7 @@ from kvtier.keys import namespace_digest
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeOptions, NvmeTier
 from kvtier.nvme.checking import FAULTS
-from kvtier.nvme.inspection import compact, maintain
+from kvtier.nvme.inspection import compact, look, maintain
 from kvtier.nvme.ledger import DATABASES
 from kvtier.testing.blocks import chain_refs, content, load, put, run_length
 from kvtier.tiers import BlockRef, Handle, Status
@@ -267,6 +267,8 @@ def test_no_other_altered_entry_costs_a_block(killed: World, tmp_path: Path, nam
                     txn.put(key, _flipped(data, at, at % 8))
                 else:
                     txn.put(_flipped(key, at, at % 8), data)
+            with pytest.raises(TierUnavailable, match="altered"), look(world.path) as looked:
+                looked.check(verify=False)
             metrics = Metrics()
             with world.opened(metrics) as tier:
                 assert metrics.value("errors_total", tier="nvme", operation="open") == 1

@@ -13,9 +13,10 @@ import pytest
 from kvtier.errors import CapacityError, ConfigError, KVTierError, TierUnavailable
 from kvtier.metrics import Metrics
 from kvtier.nvme import NvmeOptions, NvmeTier
+from kvtier.nvme.checking import FAULTS
 from kvtier.nvme.directory import FORMAT_VERSION, boot_id
 from kvtier.testing.blocks import chain_refs, content, load, put, run_length
-from kvtier.tiers import BlockRef, Status
+from kvtier.tiers import BlockRef, Handle, Status
 
 _MIB = 1 << 20
 _OPTIONS = NvmeOptions(segment_bytes=_MIB, min_free_bytes=0)
@@ -317,6 +318,12 @@ class TestDamagedIndex:
             tier._space._arena.drain()
         results = tier.reserve(chain_refs(1, seed=2), [_SIZE], ["raw"], "test")
         assert [getattr(result, "reason", "") for result in results] == ["index_full"]
+        tier.close()
+        tier = _open(path, _MIB)
+        report = tier.check(verify=True)
+        assert {report[fault] for fault in FAULTS} == {0}
+        _assert_loads(tier, chain_refs(64))
+        assert isinstance(tier.reserve(chain_refs(1, seed=2), [_SIZE], ["raw"], "test")[0], Handle)
         tier.close()
 
     def test_pages_of_zeros(self, path: Path) -> None:

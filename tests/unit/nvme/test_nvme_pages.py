@@ -216,13 +216,65 @@ def test_what_is_whole_is_found_and_nothing_that_was_deleted(
     assert hopeless < 15
 
 
+def _newest(sound: bytes) -> int:
+    return max((0, _PAGE), key=lambda at: struct.unpack_from("<Q", sound, at + 144)[0])
+
+
+def _free_lists(sound: bytes) -> list[int]:
+    """Where the nodes lie that list free pages."""
+    root = struct.unpack_from("<Q", sound, _newest(sound) + 80)[0] * _PAGE
+    lower = struct.unpack_from("<H", sound, root + 12)[0]
+    return [root + struct.unpack_from("<H", sound, root + at)[0] for at in range(16, lower, 2)]
+
+
+def test_an_altered_list_of_free_pages_costs_one_page_at_most(tmp_path: Path, sound: bytes) -> None:
+    """And nothing that was deleted comes back from a page that seems to be in use."""
+    data_file, costs = tmp_path / "data.mdb", list[int]()
+    for node in _free_lists(sound):
+        size = struct.unpack_from("<H", sound, node)[0]
+        for at in range(0, size, 8):
+            for bit in (0, 1, 3, 5, 13):
+                data = bytearray(sound)
+                data[node + 16 + at + bit // 8] ^= 1 << bit % 8
+                data_file.write_bytes(data)
+                found = {key for key, value in whole_entries(data_file) if record_in(key, value)}
+                assert found <= set(_keys(1700))
+                costs.append(1700 - len(found))
+    assert len(costs) > 50
+    assert max(costs) <= 48
+    assert costs.count(0) > len(costs) * 3 // 4
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_a_damaged_meta_page_costs_nothing_as_long_as_it_says_which_one_is_newer(
+    tmp_path: Path, sound: bytes, newer: bool
+) -> None:
+    data_file = tmp_path / "data.mdb"
+    start = _newest(sound) if newer else _PAGE - _newest(sound)
+    hopeless = set()
+    for bit in range(0, 8 * 152, 3):
+        data = bytearray(sound)
+        data[start + bit // 8] ^= 1 << bit % 8
+        data_file.write_bytes(data)
+        try:
+            assert {key for key, value in whole_entries(data_file) if record_in(key, value)} == set(_keys(1700))
+        except DamagedIndex:
+            hopeless.add(bit // 64)
+            assert entries_of(data_file, "blk") in (1700, None)
+    # Sizes of page, map and file; the number of the transaction.
+    assert hopeless <= ({4, 5, 17, 18} if newer else {18})
+    data = bytearray(sound)
+    data[start : start + _PAGE] = bytes(_PAGE)
+    data_file.write_bytes(data)
+    with pytest.raises(DamagedIndex, match="no sound meta page"):
+        list(whole_entries(data_file))
+
+
 def test_a_page_that_is_free_and_in_use(tmp_path: Path, sound: bytes) -> None:
     (path,) = _written(tmp_path, iter([sound]))
     data_file = path / "data.mdb"
-    newest = max((0, _PAGE), key=lambda at: struct.unpack_from("<Q", sound, at + 144)[0])
-    free_root = struct.unpack_from("<Q", sound, newest + 80)[0] * _PAGE
-    main_root = struct.unpack_from("<Q", sound, newest + 128)[0]
-    node = free_root + struct.unpack_from("<H", sound, free_root + 16)[0]
+    main_root = struct.unpack_from("<Q", sound, _newest(sound) + 128)[0]
+    node = _free_lists(sound)[0]
     data = bytearray(sound)
     struct.pack_into("<QQ", data, node + 16, 1, main_root)
     data_file.write_bytes(data)

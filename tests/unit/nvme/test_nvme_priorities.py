@@ -337,6 +337,7 @@ def test_a_new_record_does_not_inherit_its_row(recency: Recency, index: Index) -
 
 
 def test_another_opening_sees_them_and_grows_with_them(tmp_path: Path, recency: Recency, index: Index) -> None:
+    recency.finish()
     peer = Recency(tmp_path / "r", _UUID)
     enter(recency, index, bare(1, seed=1), STRICT)
     for seed in range(4):

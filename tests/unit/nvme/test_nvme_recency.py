@@ -250,6 +250,7 @@ class TestHints:
 def test_rows_outlive_the_process_and_grow(tmp_path: Path, index: Index) -> None:
     recency = Recency(tmp_path / "r", _UUID)
     assert recency.fresh
+    recency.finish()
     peer = Recency(tmp_path / "r", _UUID)
     for seed in range(3):
         refs = chain_refs(4000, seed=seed)
@@ -263,10 +264,12 @@ def test_rows_outlive_the_process_and_grow(tmp_path: Path, index: Index) -> None
     assert _keys(reopened, 50) == _keys(peer, 50) == expected
 
 
-@pytest.mark.parametrize("damage", ["other uuid", "cut", "zeros", "empty"])
+@pytest.mark.parametrize("damage", ["unfinished", "other uuid", "cut", "zeros", "empty"])
 def test_an_unsound_file_is_made_anew(tmp_path: Path, index: Index, damage: str) -> None:
     recency = Recency(tmp_path / "r", _UUID)
     _enter(recency, index, chain_refs(10))
+    if damage != "unfinished":
+        recency.finish()
     recency.close()
     path = tmp_path / "r"
     size = path.stat().st_size
@@ -380,6 +383,7 @@ class TestMoreRowsThanAWindow:
         made = self._many(recency, index, 40)
         for refs in made[10:20]:
             _drop(recency, index, refs)
+        recency.finish()
         other = Recency(tmp_path / "r", _UUID)  # it knows nothing of what is stale
         met = {victim.row for _ in range(40) for victim in other.victims(8, (), _NOW) if not victim.stamp}
         assert met == set(range(160, 320))
