@@ -85,7 +85,7 @@ def test_who_holds_too_much_is_told_to_come_back():
         for at in range(3):
             assert put(rest.http, at, 120_000) == 201
         with asked(rest, 0), asked(rest, 1):
-            until(lambda: rest.tenants()[0].leases == 2)
+            until(lambda: rest.tenants()[0].inflight_bytes == 240_000)
             busy = rest.http.get(f"/v1/namespaces/n/blocks/{KEYS[2]}")
             assert (busy.status_code, error_of(busy)["code"]) == (503, "busy")
             assert int(busy.headers["Retry-After"]) >= 1
