@@ -13,7 +13,7 @@ from typing import Any, Self
 import msgspec
 import pytest
 import trustme
-from data_world import BLOCK, HEADER, NOTHING, World, blocks, chain, content, descriptors, message, threads, world
+from data_world import BLOCK, HEADER, NOTHING, Talk, World, blocks, chain, content, descriptors, message, threads, world
 from patience import PATIENCE, until
 
 from kvtier.client.data import DataClient
@@ -174,18 +174,23 @@ def test_a_tenant_with_many_connections_leaves_some_to_others(tmp_path: Path) ->
         connected("red")
 
 
+def drained(service: World, busy: Talk, quiet: Talk) -> None:
+    """What `busy` has asked is answered, then both are let go."""
+    for talk in (busy, quiet):
+        talk.hello(service.token["red"])
+    busy.send(2, {"ns": "drain", "keys": bytes(16)})
+    assert service.server.drain(PATIENCE)
+    assert busy.receive() is not None
+    assert busy.receive() is None
+    assert quiet.receive() is None
+
+
 def test_draining_answers_what_has_arrived_and_lets_nobody_in(tmp_path: Path) -> None:
     with world(tmp_path) as service:
         with service.client() as client:
             client.create_namespace("drain", None)
         with service.talk() as busy, service.talk("unix") as quiet:
-            for talk in (busy, quiet):
-                talk.hello(service.token["red"])
-            busy.send(2, {"ns": "drain", "keys": bytes(16)})
-            assert service.server.drain(PATIENCE)
-            assert busy.receive() is not None
-            assert busy.receive() is None
-            assert quiet.receive() is None
+            drained(service, busy, quiet)
         with pytest.raises(Unreachable):
             service.client().connect()
         with pytest.raises(Unreachable):
@@ -208,13 +213,7 @@ def test_draining_answers_what_arrived_before_it_was_looked_for(
             client.create_namespace("drain", None)
         monkeypatch.setattr(Connection, "_greet", slow)
         with service.talk() as busy, service.talk() as quiet:
-            for talk in (busy, quiet):
-                talk.hello(service.token["red"])
-            busy.send(2, {"ns": "drain", "keys": bytes(16)})
-            assert service.server.drain(PATIENCE)
-            assert busy.receive() is not None
-            assert busy.receive() is None
-            assert quiet.receive() is None
+            drained(service, busy, quiet)
 
 
 def test_draining_answers_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
